@@ -1,0 +1,1 @@
+"""Who owns which slot: pure integers, no tensors."""

@@ -1,0 +1,235 @@
+"""The KV manager protocol: ask, quote, commit. Read this file first.
+
+Memory is counted in **blocks** (the allocation unit: `block_size` token slots of one layer group) and lengths in
+**tokens**. Every question is a pure `quote`; `commit` is the only way to take memory; a refusal is a value with
+numbers. Nothing here knows about tensors, time or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from octavo.kv.prefix import BlockKey, Miss
+
+
+class Why(Enum):
+    """The answer to an ask."""
+
+    OK = "ok"
+    NEVER = "never"  # larger than the whole pool
+    FULL = "full"  # not enough blocks, even after evicting every cached one
+    FRAGMENTED = "fragmented"  # enough blocks in total, no run long enough
+    HELD = "held"  # fits, but would break the hold-back set by admission
+    QUOTA = "quota"  # fits, but the tenant's quota does not allow it
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one sequence wants for one step.
+
+    upto       tokens that need a slot after this step
+    known      tokens that are certain to be written (prompt, and what was generated before a preemption)
+    ceiling    most tokens it may ever hold (prompt + max_tokens, clipped to the model length)
+    expected   predicted or oracle final length; = ceiling when unknown
+    keys       hash chain of its full blocks that may be served from the cache; () means: do not share
+    hold_back  blocks that must stay available after this ask, set by admission (never by the manager)
+    quota      blocks that the tenant may still take; None: no limit
+    """
+
+    seq: int
+    upto: int
+    known: int
+    ceiling: int
+    expected: int
+    keys: Seq[BlockKey] = ()
+    hold_back: int = 0
+    quota: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """What granting an ask would take; pure, and the explanation when it is refused.
+
+    reuse         tokens served by shared blocks
+    take          blocks to take (free ones first, then evicted cached ones)
+    evict         how many of them must be evicted from the cache
+    move          the region must move to a new run (contiguous strategies)
+    short         blocks missing (0 when granted)
+    largest_hole  longest run of blocks available (for paging: all of them)
+    free          blocks free now; evictable: cached blocks that nobody uses; held: the hold-back asked for
+    version       the manager's state that this quote belongs to
+    """
+
+    ask: Ask
+    why: Why
+    reuse: int
+    take: int
+    evict: int
+    move: bool
+    short: int
+    largest_hole: int
+    free: int
+    evictable: int
+    held: int
+    version: int
+
+    @property
+    def ok(self) -> bool:
+        return self.why is Why.OK
+
+    @property
+    def available(self) -> int:
+        return self.free + self.evictable
+
+
+class Tier(Enum):
+    """Where blocks live."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy `n` consecutive blocks. The copies of one plan run in order; each reads all of its source before it
+    writes, so source and destination may overlap."""
+
+    src: int
+    dst: int
+    n: int = 1
+    src_tier: Tier = Tier.DEVICE
+    dst_tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a commit gave: the sequence can now hold `slots` tokens, of which `reused` are already computed."""
+
+    seq: int
+    slots: int
+    reused: int = 0
+    taken: int = 0
+    evicted: int = 0
+    copies: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Block tables of one sequence, one per layer group. The lists are the manager's own and live: they follow
+    growth and moves; readers must not change them. -1 stands for a block that slid out of its window."""
+
+    tables: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where every slot of the pool is: exclusive lines in token slots; they sum to the capacity, always.
+
+    A slot is one token in one layer group. live: written tokens, shared blocks once. reserved: whole blocks
+    allocated and not yet written. slack: unwritten slots of blocks that hold at least one token. quarantined:
+    source blocks of copies that have not run. cached: evictable prefixes. fragmented: free, but in no run long
+    enough for the head of the queue. held: kept free by admission. free: the rest.
+    """
+
+    live: int
+    reserved: int
+    slack: int
+    quarantined: int
+    cached: int
+    free: int
+    fragmented: int
+    held: int
+
+    @property
+    def capacity(self) -> int:
+        return (
+            self.live
+            + self.reserved
+            + self.slack
+            + self.quarantined
+            + self.cached
+            + self.free
+            + self.fragmented
+            + self.held
+        )
+
+    @property
+    def token_states(self) -> int:
+        """Slots that hold the state of a token: live ones and cached prefixes."""
+        return self.live + self.cached
+
+
+class StaleQuote(Exception):
+    """The pool changed between quote and commit: quote again."""
+
+
+class KVManager(Protocol):
+    """Who owns which slot. Implemented by `Paged` and `Contiguous`."""
+
+    @property
+    def capacity(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in a block."""
+
+    @property
+    def free(self) -> int:
+        """Blocks that are free now."""
+
+    @property
+    def evictable(self) -> int:
+        """Cached blocks that nobody uses."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether sequences can share blocks (prefix cache, fork without a copy)."""
+
+    def quote(self, ask: Ask) -> Quote:
+        """What it would take to grant `ask`. Pure: no state changes, not even LRU order."""
+
+    def commit(self, quote: Quote) -> Grant:
+        """Take what `quote` says. Raises StaleQuote if anything changed since, ValueError if it was refused."""
+
+    def seal(self, seq: int, computed: int, keys: Seq[BlockKey]) -> None:
+        """KV of the first `computed` tokens is real: publish full blocks under `keys`, give back blocks that
+        left their window."""
+
+    def fork(self, parent: int, child: int) -> Grant | Quote:
+        """Give `child` the computed tokens of `parent`, shared or copied; a Quote says why it cannot."""
+
+    def release(self, seq: int, keep: bool, last: int | None = None) -> int:
+        """Give blocks back and return how many became available. `keep` leaves published blocks in the cache;
+        `last` gives back only that many blocks from the tail."""
+
+    def compact(self, budget: int, after: int | None = None) -> tuple[Copy, ...]:
+        """Move at most `budget` blocks to join free holes; `after`: leave the hole behind that sequence."""
+
+    def done(self, copies: Seq[Copy]) -> None:
+        """The copies have run: lift the quarantine of their sources."""
+
+    def view(self, seq: int) -> View:
+        """Block tables for the runner."""
+
+    def blocks_of(self, seq: int) -> int:
+        """Blocks that would become available if `seq` went away (shared ones count for nobody)."""
+
+    def ceiling_blocks(self, tokens: int, expected: int) -> int:
+        """Blocks that a sequence of at most `tokens` tokens can come to hold at once."""
+
+    def miss(self, keys: Seq[BlockKey], tail: Seq[int]) -> Miss:
+        """Why the prefix cache did not serve more of a prompt whose last partial block is `tail`."""
+
+    def reset_cache(self) -> int:
+        """Forget every cached prefix that nobody uses; returns how many blocks became free."""
+
+    def ledger(self, hold_back: int = 0, head_need: int = 0) -> Ledger:
+        """Where every slot is. `head_need`: blocks the head of the queue needs, for `fragmented`."""
+
+    def check(self) -> None:
+        """Raise `InvariantError` naming the invariant, the block and the sequence."""

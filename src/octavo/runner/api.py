@@ -1,0 +1,74 @@
+"""The seam between deciding and computing: a plan goes in, sampled tokens come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from octavo.kv.api import Copy
+from octavo.types import Sequence
+
+
+class SeqWork(NamedTuple):
+    """Compute KV for `seq.tokens[start : start + count]` and write it through `seq.view`.
+
+    `samples`: the sequences that draw a token from the logits of the last position. () for a prompt chunk that is
+    not the last; (seq,) normally; all samples of the request when a prompt with n > 1 is complete.
+    The runner reads the sequences and never changes them.
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    samples: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: first the copies in order, then all work as one flat ragged batch (no padding)."""
+
+    index: int
+    copies: tuple[Copy, ...]
+    work: tuple[SeqWork, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(w.count for w in self.work)
+
+    @property
+    def empty(self) -> bool:
+        return not self.work and not self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of one token and of the most likely alternatives, best first: (token id, logprob)."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a step.
+
+    tokens[i][j] is the token drawn by `plan.work[i].samples[j]`. `logprobs` maps a sequence id to the logprobs of
+    its drawn token; `prompt_logprobs` maps a sequence id to those of the prompt tokens at positions
+    start+1 .. start+count of its work (only where asked for).
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Who computes: torch, or a timing model."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Execute the plan. Raises only if the whole step failed; nothing is half done."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended: drop whatever is kept for it (random generator, penalty counts)."""

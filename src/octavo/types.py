@@ -1,0 +1,194 @@
+"""What users ask for (`Request`, `SamplingParams`) and the state of one running sample (`Sequence`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from octavo.errors import OctavoError
+
+if TYPE_CHECKING:
+    from octavo.kv.api import View
+    from octavo.kv.prefix import KeyChain
+
+
+class RequestError(OctavoError):
+    """A request that is refused: the sentence names the field, its value, the limit and the remedy."""
+
+    def __init__(self, message: str, *, code: str = "invalid_request", field: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.field = field
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop token id or stop string
+    LENGTH = "length"  # max_tokens or the model length reached
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # the engine could not go on; the output carries the sentence
+
+
+def _check(ok: bool, field_name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise RequestError(f"{field_name} is {value!r}; it must be {limit}.", field=field_name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. Names and defaults are vLLM's.
+
+    `temperature` 0 means greedy. `top_k` 0 or -1 means all tokens. `seed` makes the sample independent of
+    its neighbours in the batch; without it the engine draws a fresh seed. `logprobs` and `prompt_logprobs`
+    give the number of alternatives to report (0: only the chosen token).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] | str = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check(self.n >= 1, "n", self.n, "at least 1")
+        _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (all tokens) or a positive count")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _check(
+            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "> 0",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "in [-2, 2]")
+        for token, bias in self.logit_bias.items():
+            _check(-100 <= bias <= 100, f"logit_bias[{token}]", bias, "in [-100, 100]")
+        _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, ">= 0 or None")
+        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
+        if self.max_tokens is not None:
+            _check(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"at most max_tokens ({self.max_tokens})",
+            )
+        _check(all(stop), "stop", self.stop, "non-empty strings")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or 0 <= value <= 20, name, value, "None or 0 to 20")
+        if self.temperature == 0 and self.n > 1:
+            raise RequestError(
+                f"n is {self.n} with temperature 0: all samples would be equal; "
+                "set n to 1 or temperature above 0.",
+                field="n",
+            )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def for_sample(self, index: int) -> SamplingParams:
+        """The parameters of sample `index` as a request of its own: same draw as within n samples."""
+        seed = None if self.seed is None else derive_seed(self.seed, index)
+        return replace(self, n=1, seed=seed)
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request with `seed`. Sample 0 keeps the request's own seed."""
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**63 if index else seed
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One immutable request as the scheduler sees it: token ids, limits and identity; no text.
+
+    `identity` holds typed pairs such as ("salt", "x") or ("adapter", "y"): two different identities
+    never share KV. `output_length` is the true length when a trace knows it (replay), else None.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: float = 0.0
+    priority: int = 0  # lower runs first
+    tenant: str = ""
+    identity: tuple[tuple[str, str], ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # end-of-sequence ids (unless ignored) + stop_token_ids
+    output_length: int | None = None
+    deadline: float | None = None  # engine time by which it must have been admitted
+
+
+class Status(StrEnum):
+    """Where a sequence stands. WAITING covers both fresh and preempted sequences."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request: its tokens, and how far their KV has been computed.
+
+    The scheduler is the only writer. `tokens` are all known tokens (prompt, then generated);
+    `computed` of them have KV in the cache; `slots` is how many its blocks can hold.
+    """
+
+    id: int
+    request: Request
+    index: int
+    tokens: list[int]
+    ceiling: int  # most tokens it may ever hold
+    keys: KeyChain
+    view: View | None = None
+    status: Status = Status.WAITING
+    computed: int = 0
+    slots: int = 0
+    sealed: int = 0  # tokens whose full blocks the manager has been told of
+    reused: int = 0  # prompt tokens that came from the prefix cache at the first admission
+    preemptions: int = 0
+    forked: bool = False
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
+    admitted_at: float | None = None
+    high_water: int = 0  # most tokens ever computed: what a preemption throws away is measured against it
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Number of generated tokens."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
