@@ -101,8 +101,7 @@ class SamplingParams:
             _check(value is None or 0 <= value <= 20, name, value, "None or 0 to 20")
         if self.temperature == 0 and self.n > 1:
             raise RequestError(
-                f"n is {self.n} with temperature 0: all samples would be equal; "
-                "set n to 1 or temperature above 0.",
+                f"n is {self.n} with temperature 0: all samples would be equal; set n to 1 or temperature above 0.",
                 field="n",
             )
 
@@ -175,6 +174,7 @@ class Sequence:
     reused: int = 0  # prompt tokens that came from the prefix cache at the first admission
     preemptions: int = 0
     forked: bool = False
+    draws: tuple[Sequence, ...] = ()  # who draws a token once all known tokens are computed
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     admitted_at: float | None = None

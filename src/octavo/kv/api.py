@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from octavo.kv.prefix import BlockKey, Miss
+from octavo.kv.prefix import BlockKey, KeyChain, Miss
 
 
 class Why(Enum):
@@ -61,6 +61,8 @@ class Quote:
     largest_hole  longest run of blocks available (for paging: all of them)
     free          blocks free now; evictable: cached blocks that nobody uses; held: the hold-back asked for
     version       the manager's state that this quote belongs to
+    shared        per group, the blocks that `reuse` stands for
+    collisions    cached blocks that had the right digest and other tokens
     """
 
     ask: Ask
@@ -75,6 +77,8 @@ class Quote:
     evictable: int
     held: int
     version: int
+    shared: tuple[tuple[int, ...], ...] = ()
+    collisions: int = 0
 
     @property
     def ok(self) -> bool:
@@ -187,6 +191,14 @@ class KVManager(Protocol):
         """Cached blocks that nobody uses."""
 
     @property
+    def pages_per_block(self) -> int:
+        """Pages of the pool that stand behind one block: 1 for paging, one per layer group for regions."""
+
+    @property
+    def growing_groups(self) -> int:
+        """Layer groups whose blocks grow with every token (those without a window)."""
+
+    @property
     def shares(self) -> bool:
         """Whether sequences can share blocks (prefix cache, fork without a copy)."""
 
@@ -203,9 +215,9 @@ class KVManager(Protocol):
     def fork(self, parent: int, child: int) -> Grant | Quote:
         """Give `child` the computed tokens of `parent`, shared or copied; a Quote says why it cannot."""
 
-    def release(self, seq: int, keep: bool, last: int | None = None) -> int:
-        """Give blocks back and return how many became available. `keep` leaves published blocks in the cache;
-        `last` gives back only that many blocks from the tail."""
+    def release(self, seq: int, last: int | None = None) -> int:
+        """Give blocks back, published ones to the cache, and return how many became available. `last` gives back
+        only that many blocks of each group's tail; the sequence keeps the rest."""
 
     def compact(self, budget: int, after: int | None = None) -> tuple[Copy, ...]:
         """Move at most `budget` blocks to join free holes; `after`: leave the hole behind that sequence."""
@@ -222,8 +234,8 @@ class KVManager(Protocol):
     def ceiling_blocks(self, tokens: int, expected: int) -> int:
         """Blocks that a sequence of at most `tokens` tokens can come to hold at once."""
 
-    def miss(self, keys: Seq[BlockKey], tail: Seq[int]) -> Miss:
-        """Why the prefix cache did not serve more of a prompt whose last partial block is `tail`."""
+    def miss(self, chain: KeyChain) -> Miss:
+        """Why the prefix cache does not serve more of the chain's tokens than it does."""
 
     def reset_cache(self) -> int:
         """Forget every cached prefix that nobody uses; returns how many blocks became free."""
@@ -233,3 +245,17 @@ class KVManager(Protocol):
 
     def check(self) -> None:
         """Raise `InvariantError` naming the invariant, the block and the sequence."""
+
+
+def longest_length(kv: KVManager) -> int:
+    """The longest sequence, in tokens, that the whole pool can hold."""
+    low, high = 0, 1
+    while high < 1 << 40 and kv.ceiling_blocks(high, high) <= kv.capacity:
+        low, high = high, high * 2
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if kv.ceiling_blocks(middle, middle) <= kv.capacity:
+            low = middle
+        else:
+            high = middle
+    return low

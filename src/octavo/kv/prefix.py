@@ -71,33 +71,38 @@ def encode_identity(pairs: Iterable[tuple[str, str]], *fixed: str) -> bytes:
 class KeyChain:
     """Keys of the full blocks of one growing token list; extended on demand, never recomputed."""
 
-    __slots__ = ("_block", "_digest", "_keys", "_root", "_tokens")
+    __slots__ = ("_digest", "_keys", "_tokens", "block_size", "root")
 
-    def __init__(self, tokens: list[int], block: int, identity: bytes, digest: Digest = blake2b_256) -> None:
+    def __init__(self, tokens: list[int], block_size: int, identity: bytes, digest: Digest = blake2b_256) -> None:
         self._tokens = tokens
-        self._block = block
+        self.block_size = block_size
         self._digest = digest
-        self._root = RootKey(identity, digest)
+        self.root: BlockKey = RootKey(identity, digest)
         self._keys: list[BlockKey] = []
 
     def upto(self, tokens: int) -> Sequence[BlockKey]:
         """Keys of all full blocks within the first `tokens` tokens."""
-        want = tokens // self._block
+        want = tokens // self.block_size
         while len(self._keys) < want:
-            start = len(self._keys) * self._block
-            content = tuple(self._tokens[start : start + self._block])
-            parent = self._keys[-1] if self._keys else self._root
+            start = len(self._keys) * self.block_size
+            content = tuple(self._tokens[start : start + self.block_size])
+            parent = self._keys[-1] if self._keys else self.root
             data = parent.digest + array("q", content).tobytes()
             self._keys.append(BlockKey(self._digest(data), content, parent))
         return self._keys if len(self._keys) == want else self._keys[:want]
+
+    def parts(self) -> tuple[Sequence[BlockKey], tuple[int, ...]]:
+        """Keys of all full blocks, and the tokens behind the last of them."""
+        keys = self.upto(len(self._tokens))
+        return keys, tuple(self._tokens[len(keys) * self.block_size :])
 
     def fork(self, tokens: list[int]) -> KeyChain:
         """A chain for a child that shares the tokens so far and grows on its own."""
         child = KeyChain.__new__(KeyChain)
         child._tokens = tokens
-        child._block = self._block
+        child.block_size = self.block_size
         child._digest = self._digest
-        child._root = self._root
+        child.root = self.root
         child._keys = list(self._keys)
         return child
 
@@ -116,3 +121,101 @@ class Miss:
     position: int | None = None
     here: int | None = None
     there: int | None = None
+
+
+class PrefixIndex:
+    """From content to block, per layer group. Blocks of equal content may stand side by side (they were computed at
+    the same time); each stays findable until it is evicted."""
+
+    def __init__(self, groups: int) -> None:
+        self._buckets: list[dict[bytes, list[int]]] = [{} for _ in range(groups)]
+        self._entries: dict[int, tuple[int, BlockKey]] = {}  # block -> (group, key)
+        self._children: dict[bytes, dict[int, None]] = {}  # parent digest -> blocks of group 0 that continue it
+
+    def key(self, block: int) -> BlockKey | None:
+        entry = self._entries.get(block)
+        return entry[1] if entry else None
+
+    def add(self, group: int, key: BlockKey, block: int) -> None:
+        self._entries[block] = (group, key)
+        self._buckets[group].setdefault(key.digest, []).append(block)
+        if group == 0 and key.parent is not None:
+            self._children.setdefault(key.parent.digest, {})[block] = None
+
+    def remove(self, block: int) -> None:
+        group, key = self._entries.pop(block)
+        bucket = self._buckets[group][key.digest]
+        bucket.remove(block)
+        if not bucket:
+            del self._buckets[group][key.digest]
+        if group == 0 and key.parent is not None:
+            siblings = self._children[key.parent.digest]
+            del siblings[block]
+            if not siblings:
+                del self._children[key.parent.digest]
+
+    def find(self, group: int, key: BlockKey, before: BlockKey | None) -> tuple[int | None, int]:
+        """The block that holds `key`, and how many others had its digest and other content.
+
+        `before`: the already verified key of the stored block in front of it, which spares walking the chain.
+        """
+        collisions = 0
+        for block in self._buckets[group].get(key.digest, ()):
+            stored = self._entries[block][1]
+            if stored.tokens == key.tokens and ((before is not None and stored.parent is before) or stored.same(key)):
+                return block, collisions
+            collisions += 1
+        return None, collisions
+
+    def explain(self, chain: KeyChain) -> Miss:
+        """Why no more than a prefix of the chain's tokens is served."""
+        keys, tail = chain.parts()
+        block_size = chain.block_size
+        before: BlockKey | None = None
+        served = 0
+        for key in keys:
+            block, _ = self.find(0, key, before)
+            if block is None:
+                break
+            before = self.key(block)
+            served += 1
+        wanted = keys[served].tokens if served < len(keys) else tail
+        parent = keys[served - 1] if served else chain.root
+        best: Miss | None = None
+        for block in self._children.get(parent.digest, ()):
+            other = self._entries[block][1]
+            if other.parent is None or not other.parent.same(parent):
+                continue
+            same = common_prefix(wanted, other.tokens)
+            if best is None or same > best.partial:
+                ended = same == len(wanted)
+                best = Miss(
+                    served * block_size,
+                    same,
+                    served * block_size + same,
+                    None if ended else wanted[same],
+                    other.tokens[same] if same < len(other.tokens) else None,
+                )
+        return best or Miss(served * block_size)
+
+    def check(self) -> None:
+        from octavo.kv.check import require
+
+        listed = 0
+        for group, buckets in enumerate(self._buckets):
+            for digest, blocks in buckets.items():
+                for block in blocks:
+                    listed += 1
+                    stored_group, key = self._entries[block]
+                    require(stored_group == group and key.digest == digest, "index and identity agree", block=block)
+        require(listed == len(self._entries), "every published block is findable exactly once")
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading elements that are equal."""
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

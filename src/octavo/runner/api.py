@@ -19,7 +19,7 @@ class SeqWork(NamedTuple):
 
     seq: Sequence
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # shadows tuple.count, which nobody needs here
     samples: tuple[Sequence, ...]
 
 

@@ -1,0 +1,136 @@
+"""One frozen dataclass per input and per decision, and the sink they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.kv.api import Copy
+from octavo.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`step` is the number of plans made before; it orders events without a clock."""
+
+    step: int
+
+
+# -- inputs: what a replay has to be told ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted(Event):
+    now: float
+    request: Request
+    seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Event):
+    """The request was refused at submit; nothing of it is kept."""
+
+    now: float
+    request: Request
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped(Event):
+    """Somebody outside the scheduler ended a sequence: a stop string, an abort."""
+
+    now: float
+    seq: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(Event):
+    """The step ended at `now` with these tokens: tokens[i][j] for samples[j] of work[i]."""
+
+    now: float
+    tokens: tuple[tuple[int, ...], ...]
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Event):
+    """The step's work as (sequence, start, count, samples), in batch order."""
+
+    now: float
+    work: tuple[tuple[int, int, int, int], ...]
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(Event):
+    """A sequence got its first memory, or got it again after a preemption."""
+
+    seq: int
+    known: int
+    reused: int
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Granted(Event):
+    """Blocks changed hands: `slots` tokens fit now."""
+
+    seq: int
+    slots: int
+    taken: int
+    evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked(Event):
+    """Why a waiting sequence does not run; sent when the cause changes."""
+
+    seq: int
+    cause: str
+    need: int
+    have: int
+    short: int
+    behind: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted(Event):
+    """Memory taken back for `by`: blocks that became available, tokens whose KV is thrown away."""
+
+    seq: int
+    by: int
+    released: int
+    discarded: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forked(Event):
+    parent: int
+    child: int
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted(Event):
+    copies: tuple[Copy, ...]
+    after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Event):
+    seq: int
+    reason: str
+    tokens: int
+    released: int
+
+
+Sink = Callable[[Event], None]
+
+
+def discard(event: Event) -> None:
+    """The sink for those who do not want to know."""

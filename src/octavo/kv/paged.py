@@ -1,0 +1,388 @@
+"""Paging: blocks on demand, equal prefixes shared, forks copied on write, blocks behind a window given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from octavo.kv.api import Ask, Copy, Grant, Ledger, Quote, StaleQuote, View, Why
+from octavo.kv.blocks import BlockPool
+from octavo.kv.check import check_references, require
+from octavo.kv.prefix import BlockKey, KeyChain, Miss
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one sequence holds. `trimmed[g]`: leading table entries of group g that slid out of its window."""
+
+    view: View
+    trimmed: list[int]
+    computed: int = 0
+    sealed: int = 0  # full blocks that have been offered to the index
+
+
+class Paged:
+    """KV manager with block tables. `windows[g]` is the window of layer group g in tokens, None for full attention;
+    `chunk` is the most tokens one sequence computes in one step, which bounds what a window group holds."""
+
+    pages_per_block = 1
+
+    def __init__(
+        self,
+        capacity: int,
+        block_size: int,
+        *,
+        windows: tuple[int | None, ...] = (None,),
+        chunk: int = 1 << 60,
+        sharing: bool = True,
+    ) -> None:
+        self.capacity = capacity
+        self.block_size = block_size
+        self.shares = sharing
+        self.collisions = 0
+        self.growing_groups = windows.count(None)
+        self._windows = windows
+        self._chunk = chunk
+        self._pool = BlockPool(capacity, len(windows))
+        self._seqs: dict[int, _Held] = {}
+        self._version = 0
+
+    @property
+    def free(self) -> int:
+        return self._pool.free
+
+    @property
+    def evictable(self) -> int:
+        return self._pool.cached
+
+    # -- quote and commit ---------------------------------------------------------------------------------------
+
+    def quote(self, ask: Ask) -> Quote:
+        held = self._seqs.get(ask.seq)
+        pool = self._pool
+        shared: tuple[tuple[int, ...], ...] = ()
+        reuse = pinned = collisions = 0
+        if held is None:
+            reuse, shared, collisions = self._match(ask.keys)
+            pinned = sum(pool.is_cached(b) for blocks in shared for b in blocks)
+            take = sum(
+                self._wanted(ask.upto, window, reuse, len(blocks))
+                for window, blocks in zip(self._windows, shared or ((),) * len(self._windows), strict=True)
+            )
+        else:
+            take = len(self._to_copy(held, ask.upto))
+            for window, table, trimmed in zip(self._windows, held.view.tables, held.trimmed, strict=True):
+                take += self._wanted(ask.upto, window, len(table), len(table) - trimmed)
+        available = pool.free + pool.cached - pinned
+        why, short = self._verdict(ask, take, available, take + pinned)
+        return Quote(
+            ask=ask,
+            why=why,
+            reuse=reuse * self.block_size,
+            take=take,
+            evict=max(0, take - pool.free),
+            move=False,
+            short=short,
+            largest_hole=available,
+            free=pool.free,
+            evictable=pool.cached - pinned,
+            held=ask.hold_back,
+            version=self._version,
+            shared=shared,
+            collisions=collisions,
+        )
+
+    def _verdict(self, ask: Ask, take: int, available: int, uses: int) -> tuple[Why, int]:
+        """`uses`: blocks that stop being available, cached ones that are reused included."""
+        never = self.ceiling_blocks(max(ask.upto, ask.ceiling), ask.expected) - self.capacity
+        if never > 0:
+            return Why.NEVER, never
+        if take and ask.quota is not None and take > ask.quota:
+            return Why.QUOTA, take - ask.quota
+        if take > available:
+            return Why.FULL, take - available
+        if uses and take > available - ask.hold_back:
+            return Why.HELD, take - available + ask.hold_back
+        return Why.OK, 0
+
+    def _wanted(self, upto: int, window: int | None, entries: int, holding: int) -> int:
+        """Blocks one group lacks to hold `upto` tokens. A window group never holds more than its peak: what an
+        admission asks beyond that will have been given back by then."""
+        lacking = max(0, -(-upto // self.block_size) - entries)
+        if window is None:
+            return lacking
+        return min(lacking, max(0, self._peak(upto, window) - holding))
+
+    def _peak(self, tokens: int, window: int | None) -> int:
+        blocks = -(-tokens // self.block_size)
+        if window is None:
+            return blocks
+        span = window - 1 + min(self._chunk, tokens)
+        return min(blocks, -(-span // self.block_size) + 1)
+
+    def _to_copy(self, held: _Held, upto: int) -> list[tuple[int, int]]:
+        """(group, index) of blocks that the next token would be written into although others hold them too."""
+        if upto <= held.computed:
+            return []
+        at = held.computed // self.block_size
+        refs = self._pool.refs
+        return [(g, at) for g, table in enumerate(held.view.tables) if at < len(table) and refs[table[at]] > 1]
+
+    def commit(self, quote: Quote) -> Grant:
+        if quote.version != self._version:
+            raise StaleQuote(f"quote of version {quote.version}, the pool is at {self._version}")
+        ask = quote.ask
+        if not quote.ok:
+            raise ValueError(f"sequence {ask.seq}: a quote refused as {quote.why.value} cannot be committed")
+        held = self._seqs.get(ask.seq)
+        start = quote.reuse if held is None else held.computed
+        if ask.upto > start + self._chunk:
+            raise ValueError(
+                f"sequence {ask.seq}: {ask.upto - start} tokens in a step, at most {self._chunk}; "
+                "such a quote only answers whether there is room"
+            )
+        self._version += 1
+        if held is None:
+            held = self._enter(quote)
+            self.collisions += quote.collisions
+        copies = self._copy_on_write(held, ask.upto)
+        end = -(-ask.upto // self.block_size)
+        taken = evicted = 0
+        for table in held.view.tables:
+            lacking = end - len(table)
+            if lacking > 0:
+                blocks, pushed = self._pool.take(lacking)
+                table.extend(blocks)
+                taken += lacking
+                evicted += pushed
+        return Grant(
+            seq=ask.seq,
+            slots=len(held.view.tables[0]) * self.block_size,
+            reused=quote.reuse,
+            taken=taken + len(copies),
+            evicted=evicted,
+            copies=copies,
+        )
+
+    def _enter(self, quote: Quote) -> _Held:
+        groups = len(self._windows)
+        reused = quote.reuse // self.block_size
+        tables: list[list[int]] = []
+        for blocks in quote.shared or ((),) * groups:
+            for block in blocks:
+                self._pool.share(block)
+            tables.append([-1] * (reused - len(blocks)) + list(blocks))
+        trimmed = [reused - len(blocks) for blocks in quote.shared] or [0] * groups
+        held = _Held(View(tuple(tables)), trimmed, quote.reuse, reused)
+        self._seqs[quote.ask.seq] = held
+        return held
+
+    def _copy_on_write(self, held: _Held, upto: int) -> tuple[Copy, ...]:
+        copies: list[Copy] = []
+        for group, at in self._to_copy(held, upto):
+            table = held.view.tables[group]
+            old = table[at]
+            (new,), _ = self._pool.take(1)
+            self._pool.quarantine(old)
+            self._pool.drop(old)
+            table[at] = new
+            copies.append(Copy(old, new))
+        return tuple(copies)
+
+    # -- prefix cache ----------------------------------------------------------------------------------------------
+
+    def _match(self, keys: Seq[BlockKey]) -> tuple[int, tuple[tuple[int, ...], ...], int]:
+        """The longest prefix that every group can serve: all of its blocks in full groups, those inside the window
+        in window groups. Returns (blocks, block ids per group, collisions seen)."""
+        if not self.shares or not keys:
+            return 0, (), 0
+        index = self._pool.index
+        collisions = 0
+        full = [g for g, window in enumerate(self._windows) if window is None]
+        chains: dict[int, list[int]] = {g: [] for g in full}
+        length = len(keys)
+        for group in full:
+            before: BlockKey | None = None
+            for key in keys[:length]:
+                block, seen = index.find(group, key, before)
+                collisions += seen
+                if block is None:
+                    break
+                before = index.key(block)
+                chains[group].append(block)
+            length = len(chains[group])
+        found: dict[tuple[int, int], int | None] = {}
+        heads = [index.key(block) for block in chains[full[0]]] if full else []
+        while length and not all(
+            self._window_served(g, length, keys, heads, found) for g in range(len(self._windows)) if g not in chains
+        ):
+            length -= 1
+        if not length:
+            return 0, (), collisions
+        shared: list[tuple[int, ...]] = []
+        for g, window in enumerate(self._windows):
+            if window is None:
+                shared.append(tuple(chains[g][:length]))
+            else:
+                first = self._first_needed(length * self.block_size, window)
+                shared.append(tuple(b for i in range(first, length) if (b := found[g, i]) is not None))
+        return length, tuple(shared), collisions
+
+    def _window_served(
+        self,
+        group: int,
+        length: int,
+        keys: Seq[BlockKey],
+        heads: Seq[BlockKey | None],
+        found: dict[tuple[int, int], int | None],
+    ) -> bool:
+        """Whether `group` has every block that the query behind `length` blocks still sees. `heads`: the stored keys
+        of a full group's blocks, already verified."""
+        window = self._windows[group]
+        assert window is not None
+        for i in range(length - 1, self._first_needed(length * self.block_size, window) - 1, -1):
+            if (group, i) not in found:
+                before = heads[i - 1] if 0 < i <= len(heads) else None
+                found[group, i] = self._pool.index.find(group, keys[i], before)[0]
+            if found[group, i] is None:
+                return False
+        return True
+
+    def _first_needed(self, computed: int, window: int) -> int:
+        """Index of the first block that the query at position `computed` still sees."""
+        return max(0, computed - window + 1) // self.block_size
+
+    def seal(self, seq: int, computed: int, keys: Seq[BlockKey]) -> None:
+        held = self._seqs[seq]
+        self._version += 1
+        held.computed = computed
+        if self.shares:
+            full = min(computed // self.block_size, len(keys))
+            publish = self._pool.publish
+            for group, table in enumerate(held.view.tables):
+                for i in range(held.sealed, full):
+                    if table[i] >= 0:
+                        publish(group, keys[i], table[i])
+            held.sealed = max(held.sealed, full)
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                self._trim(held, group, self._first_needed(computed, window))
+
+    def _trim(self, held: _Held, group: int, first: int) -> None:
+        table = held.view.tables[group]
+        for i in range(held.trimmed[group], first):
+            self._pool.drop(table[i])
+            table[i] = -1
+        held.trimmed[group] = max(held.trimmed[group], first)
+
+    def miss(self, chain: KeyChain) -> Miss:
+        return self._pool.index.explain(chain)
+
+    def reset_cache(self) -> int:
+        self._version += 1
+        return self._pool.forget_cached()
+
+    # -- sharing, giving back ----------------------------------------------------------------------------------------
+
+    def fork(self, parent: int, child: int) -> Grant:
+        held = self._seqs[parent]
+        self._version += 1
+        blocks = -(-held.computed // self.block_size)
+        tables = tuple(list(table[:blocks]) for table in held.view.tables)
+        for table in tables:
+            for block in table:
+                if block >= 0:
+                    self._pool.share(block)
+        self._seqs[child] = _Held(View(tables), list(held.trimmed), held.computed, held.sealed)
+        # Slots stop at `computed`, so that the first write asks again and copies the shared tail.
+        return Grant(seq=child, slots=held.computed, reused=held.computed)
+
+    def release(self, seq: int, last: int | None = None) -> int:
+        held = self._seqs[seq]
+        length = len(held.view.tables[0])
+        keep = 0 if last is None else max(0, length - last)
+        if last is not None and self._slid_out(held, min(held.computed, keep * self.block_size)):
+            raise ValueError(f"sequence {seq}: going back {last} blocks needs tokens that slid out of a window")
+        self._version += 1
+        before = self.free + self.evictable
+        for i in range(length - 1, keep - 1, -1):  # tails first: they are evicted before the heads they need
+            for table in held.view.tables:
+                block = table.pop()
+                if block >= 0:
+                    self._pool.drop(block)
+        if last is None:
+            del self._seqs[seq]
+        else:
+            held.computed = min(held.computed, keep * self.block_size)
+            held.sealed = min(held.sealed, keep)
+            held.trimmed = [min(n, keep) for n in held.trimmed]
+        return self.free + self.evictable - before
+
+    def _slid_out(self, held: _Held, computed: int) -> bool:
+        return any(
+            window is not None and trimmed > self._first_needed(computed, window)
+            for window, trimmed in zip(self._windows, held.trimmed, strict=True)
+        )
+
+    def compact(self, budget: int, after: int | None = None) -> tuple[Copy, ...]:
+        """Any block serves anyone: there is nothing to join."""
+        return ()
+
+    def done(self, copies: Seq[Copy]) -> None:
+        if copies:
+            self._version += 1
+        for copy in copies:
+            self._pool.lift(copy.src)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def view(self, seq: int) -> View:
+        return self._seqs[seq].view
+
+    def blocks_of(self, seq: int) -> int:
+        refs = self._pool.refs
+        return sum(block >= 0 and refs[block] == 1 for t in self._seqs[seq].view.tables for block in t)
+
+    def ceiling_blocks(self, tokens: int, expected: int) -> int:
+        return sum(self._peak(tokens, window) for window in self._windows)
+
+    def ledger(self, hold_back: int = 0, head_need: int = 0) -> Ledger:
+        size = self.block_size
+        written: dict[int, int] = {}  # blocks at or behind each sequence's write position
+        for held in self._seqs.values():
+            at, used = divmod(held.computed, size)
+            for table in held.view.tables:
+                for i in range(at, len(table)):
+                    tokens = used if i == at else 0
+                    written[table[i]] = max(written.get(table[i], 0), tokens)
+        reserved = sum(tokens == 0 for tokens in written.values()) * size
+        slack = sum(size - tokens for tokens in written.values() if tokens)
+        free = self._pool.free * size
+        held_free = min(free, max(0, hold_back * size - self._pool.cached * size))
+        return Ledger(
+            live=self._pool.in_use * size - reserved - slack,
+            reserved=reserved,
+            slack=slack,
+            quarantined=self._pool.quarantined * size,
+            cached=self._pool.cached * size,
+            free=free - held_free,
+            fragmented=0,
+            held=held_free,
+        )
+
+    def check(self) -> None:
+        self._pool.check()
+        check_references(self._pool.refs, {seq: held.view.tables for seq, held in self._seqs.items()})
+        for seq, held in self._seqs.items():
+            length = len(held.view.tables[0])
+            require(held.computed <= length * self.block_size, "computed tokens have slots", seq=seq)
+            for table, trimmed in zip(held.view.tables, held.trimmed, strict=True):
+                require(len(table) == length, "all groups cover the same tokens", seq=seq)
+                require(
+                    all((block < 0) == (i < trimmed) for i, block in enumerate(table)),
+                    "exactly the blocks behind the window are given back",
+                    seq=seq,
+                )
+        ledger = self.ledger()
+        require(ledger.capacity == self.capacity * self.block_size, "the ledger sums to the capacity")
+        require(min(ledger.live, ledger.reserved, ledger.slack, ledger.free) >= 0, "no ledger line is negative")

@@ -1,0 +1,253 @@
+"""The torch runner: a step plan becomes one flat ragged batch through transformers' own model code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.kv.groups import Layout
+from octavo.models.errors import ModelError
+from octavo.models.falcon import adapt_falcon
+from octavo.models.loader import LoadedModel
+from octavo.runner.api import SeqWork, StepPlan, StepResult, TokenLogprobs
+from octavo.runner.attention import IMPLEMENTATION, Backend, Batch, Current, LayerCache, Row, register
+from octavo.runner.attention.cuda import CudaAttention, varlen_available
+from octavo.runner.attention.reference import ReferenceAttention
+from octavo.runner.sampler import Sampler, describe
+from octavo.runner.store import KVStore
+from octavo.types import Sequence
+
+_HEAD_ROWS = 256  # rows of logits at once: bounds the memory of prompt log probabilities
+
+
+class TorchRunner:
+    """Implements `Runner` on a transformers causal LM.
+
+    Several runners may share one LoadedModel (as `compare` does), one at a time: each step first makes sure that the
+    model's layers point at this runner's store.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        layout: Layout,
+        num_blocks: int,
+        *,
+        seed: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        """Allocate the KV store and hook the model. `seed` makes requests without one reproducible.
+
+        Raises ModelError if the architecture does not use transformers' attention interface.
+        """
+        register()
+        self.loaded, self.layout = loaded, layout
+        if backend is None:
+            on_cuda = loaded.device.type == "cuda" and varlen_available()
+            backend = CudaAttention() if on_cuda else ReferenceAttention()
+        self.backend = backend
+        self.store = KVStore(
+            loaded.layers,
+            layout,
+            num_blocks,
+            dtype=loaded.dtype,
+            device=loaded.device,
+            token_major=backend.token_major,
+        )
+        self.sampler = Sampler(seed)
+        self._current = Current()
+        self._body = getattr(loaded.module, loaded.module.base_model_prefix)
+        self._head = _head_of(loaded.module)
+        self._caches = self._layer_caches()
+        self._verified = False
+        self._attach()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Execute the plan: copies in order, then all work as one batch.
+
+        Raises OctavoError for a plan that cannot be run; no sequence has changed then.
+        """
+        self.store.apply(plan.copies)
+        if not plan.work:
+            return StepResult(())
+        self._attach()
+        with torch.inference_mode():
+            hidden = self._forward(plan.work)
+            tokens, logprobs = self._sample(plan.work, hidden)
+            prompt_logprobs = self._prompt_logprobs(plan.work, hidden)
+        return StepResult(tokens, logprobs, prompt_logprobs)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the seed kept for a sequence without one."""
+        self.sampler.forget(seq)
+
+    def _layer_caches(self) -> dict[int, LayerCache]:
+        shapes = {shape.layer: shape for shape in self.loaded.layers}
+        sources = {layer: layer for layer in shapes} | self.loaded.shared
+        return {
+            layer: LayerCache(
+                layer,
+                shapes[source],
+                self.layout.offsets[source][0],
+                layer == source,
+                self.store,
+                self.backend,
+                self._current,
+            )
+            for layer, source in sources.items()
+        }
+
+    def _attach(self) -> None:
+        """Point every attention module of the model at this runner's caches."""
+        module = self.loaded.module
+        if getattr(module, "octavo_owner", None) is self._current:
+            return
+        if module.config.model_type == "falcon":
+            adapt_falcon(module)
+        elif not module._can_set_attn_implementation():
+            raise ModelError(
+                f"{self.loaded.name}: {type(module).__name__} does not use transformers' attention interface, "
+                "so its attention cannot read a paged cache; choose another architecture."
+            )
+        for config in {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values():
+            config._attn_implementation = IMPLEMENTATION
+        found = set()
+        for part in module.modules():
+            layer = getattr(part, "layer_idx", None)
+            if isinstance(layer, int) and "Attention" in type(part).__name__ and layer in self._caches:
+                part.octavo_layer = self._caches[layer]
+                found.add(layer)
+        if missing := sorted(set(self._caches) - found):
+            raise ModelError(f"{self.loaded.name}: no attention module was found for layers {missing}.")
+        module.octavo_owner = self._current
+
+    def _forward(self, work: tuple[SeqWork, ...]) -> torch.Tensor:
+        """Hidden states [tokens, hidden] after the last norm; KV of all tokens is in the store afterwards."""
+        ids = [token for w in work for token in w.seq.tokens[w.start : w.start + w.count]]
+        positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
+        device = self.loaded.device
+        batch = self._batch(work, positions)
+        self._current.batch = batch
+        try:
+            hidden = self._body(
+                input_ids=torch.tensor([ids], device=device),
+                position_ids=torch.from_numpy(positions).to(device)[None],
+                use_cache=False,
+            )[0][0]
+        finally:
+            self._current.batch = None
+        if not self._verified:
+            self._verify(batch.calls)
+        return hidden
+
+    def _batch(self, work: tuple[SeqWork, ...], positions: np.ndarray) -> Batch:
+        block_size, device = self.layout.block_size, self.loaded.device
+        rows, offset = [], 0
+        for w in work:
+            rows.append(Row(offset, w.count, w.start))
+            offset += w.count
+        blocks, plans = [], []
+        for group, window in enumerate(self.layout.windows):
+            tables = [_table(w, group) for w in work]
+            slots = np.concatenate([_blocks_of(w, t, block_size) for w, t in zip(work, tables, strict=True)])
+            blocks.append(torch.from_numpy(slots).to(device))
+            plans.append(self.backend.plan(rows, tables, window, block_size, self.store.buffer))
+        offsets = torch.from_numpy(positions % block_size).to(device)
+        return Batch(rows, blocks, offsets, plans, {})
+
+    def _verify(self, calls: dict[int, int]) -> None:
+        """After the first step: each layer must have attended exactly once."""
+        wrong = sorted(layer for layer in self._caches if calls.get(layer) != 1)
+        if wrong:
+            raise ModelError(
+                f"{self.loaded.name}: layers {wrong} did not call the attention interface exactly once; "
+                "this architecture is not supported."
+            )
+        self._verified = True
+
+    def _sample(
+        self, work: tuple[SeqWork, ...], hidden: torch.Tensor
+    ) -> tuple[tuple[tuple[int, ...], ...], dict[int, TokenLogprobs]]:
+        ends = np.cumsum([w.count for w in work]) - 1
+        drawing = [i for i, w in enumerate(work) if w.samples]
+        if not drawing:
+            return tuple(() for _ in work), {}
+        logits = self._head(hidden[torch.from_numpy(ends[drawing]).to(hidden.device)])
+        rows = [row for row, i in enumerate(drawing) for _ in work[i].samples]
+        drawn, logprobs = self.sampler.sample(logits, rows, [seq for i in drawing for seq in work[i].samples])
+        following = iter(drawn)
+        return tuple(tuple(next(following) for _ in w.samples) for w in work), logprobs
+
+    def _prompt_logprobs(
+        self, work: tuple[SeqWork, ...], hidden: torch.Tensor
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """For work that asks: those of the prompt tokens at positions start+1 .. start+count (as far as the prompt
+        goes; tokens generated before a preemption are not reported again)."""
+        out, offset = {}, 0
+        for w in work:
+            top = w.seq.request.params.prompt_logprobs
+            count = min(w.count, w.seq.prompt_length - 1 - w.start)
+            if top is not None and count > 0:
+                entries: list[TokenLogprobs] = []
+                for low in range(0, count, _HEAD_ROWS):
+                    high = min(low + _HEAD_ROWS, count)
+                    targets = w.seq.tokens[w.start + low + 1 : w.start + high + 1]
+                    logits = self._head(hidden[offset + low : offset + high])
+                    entries += describe(logits, targets, [top] * len(targets))
+                out[w.seq.id] = tuple(entries)
+            offset += w.count
+        return out
+
+
+def _table(work: SeqWork, group: int) -> list[int]:
+    if work.seq.view is None:
+        raise ModelError(f"sequence {work.seq.id} has no block table; it was planned without memory.")
+    return work.seq.view.tables[group]
+
+
+def _blocks_of(work: SeqWork, table: list[int], block_size: int) -> np.ndarray:
+    """Block of each new token. Raises ModelError if the table has no block for one of them."""
+    first, end = work.start // block_size, -(-(work.start + work.count) // block_size)
+    held = np.array(table[first:end], dtype=np.int64)
+    if len(held) < end - first or (held < 0).any():
+        raise ModelError(
+            f"sequence {work.seq.id}: its block table has no block for positions {work.start} to "
+            f"{work.start + work.count - 1} (blocks {first} to {end - 1} are {held.tolist()})."
+        )
+    return held[np.arange(work.start, work.start + work.count) // block_size - first]
+
+
+class _Hidden(dict[str, Any]):
+    """What a decoder returns, with nothing in it but the hidden states."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
+
+
+class _Given(torch.nn.Module):
+    """Stands for the decoder: returns the hidden states it is given as `inputs_embeds`."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Hidden:
+        return _Hidden(last_hidden_state=inputs_embeds)
+
+
+def _head_of(module: torch.nn.Module) -> Any:
+    """hidden [n, size] → logits [n, vocabulary] through the model's own code (head, scaling, soft-capping).
+
+    A shallow copy of the causal LM shares all weights; only its decoder is replaced by one that returns the hidden
+    states it is given.
+    """
+    head = copy.copy(module)
+    head.__dict__["_modules"] = dict(module._modules)
+    head._modules[module.base_model_prefix] = _Given()
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        return head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+    return logits

@@ -1,0 +1,56 @@
+"""What is refused at submit: whatever can never run, told in tokens."""
+
+from __future__ import annotations
+
+from octavo.kv.api import KVManager
+from octavo.scheduler.config import SchedulerConfig
+from octavo.types import Request, RequestError
+
+
+def ceiling_of(request: Request, limit: int, longest: int) -> int:
+    """Most tokens the request may come to: prompt + max_tokens, clipped to the model length `limit`; without
+    max_tokens, whatever the model length and the pool (`longest`) allow.
+
+    Raises RequestError for an empty prompt and for one that leaves no room in the model length.
+    """
+    prompt, max_tokens = len(request.prompt), request.params.max_tokens
+    if not prompt:
+        raise RequestError("prompt is empty; give at least one token.", field="prompt")
+    if prompt > limit or (prompt == limit and max_tokens != 0):
+        raise RequestError(
+            f"prompt has {prompt} tokens; max_model_len is {limit} tokens for prompt and output together; "
+            f"shorten the prompt to at most {limit - 1} tokens or raise max_model_len.",
+            code="context_length_exceeded",
+            field="prompt",
+        )
+    if max_tokens is None:
+        return min(limit, max(longest, prompt + 1))
+    return min(limit, prompt + max_tokens)
+
+
+def check_room(request: Request, ceiling: int, kv: KVManager, config: SchedulerConfig, longest: int) -> None:
+    """Raises RequestError if the request exceeds the whole pool, its tenant's quota or the number of slots."""
+    need = kv.ceiling_blocks(ceiling, ceiling)
+    if need > kv.capacity:
+        raise RequestError(
+            f"prompt ({len(request.prompt)} tokens) and max_tokens together need {ceiling} tokens ({need} "
+            f"blocks) of KV memory; the whole pool has {longest} tokens ({kv.capacity} blocks), so this can never "
+            f"run; ask for at most {min(longest, config.max_model_len)} tokens in all or give the engine more KV "
+            "memory.",
+            code="never_fits",
+            field="max_tokens" if len(request.prompt) < longest else "prompt",
+        )
+    if request.params.n > config.max_num_seqs:
+        raise RequestError(
+            f"n is {request.params.n}; at most max_num_seqs ({config.max_num_seqs}) samples can run at once; "
+            "lower n or raise max_num_seqs.",
+            field="n",
+        )
+    quota = config.quotas.get(request.tenant)
+    if quota is not None and need > quota:
+        raise RequestError(
+            f"tenant {request.tenant!r} may hold {quota} blocks; this request needs {need}; lower max_tokens or "
+            "raise the quota.",
+            code="over_quota",
+            field="max_tokens",
+        )

@@ -1,0 +1,103 @@
+"""Why a request waits: one cause by precedence, with need, have, short, the holders and what would unblock it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from octavo.kv.api import Quote, Why
+
+
+class Cause(StrEnum):
+    """In order of precedence."""
+
+    NEVER = "never"
+    QUOTA = "quota"
+    SLOTS = "slots"
+    BEHIND = "behind"
+    FULL = "memory: full"
+    FRAGMENTED = "memory: fragmented"
+    HELD = "memory: held"
+    BUDGET = "step budget"
+    NEXT_STEP = "next step"  # there is room: it is offered memory in the next step
+    STALLED = "no step"
+
+
+MEMORY_CAUSES = frozenset({Cause.NEVER, Cause.FULL, Cause.FRAGMENTED, Cause.HELD})
+
+
+MEMORY = {
+    Why.NEVER: Cause.NEVER,
+    Why.QUOTA: Cause.QUOTA,
+    Why.FULL: Cause.FULL,
+    Why.FRAGMENTED: Cause.FRAGMENTED,
+    Why.HELD: Cause.HELD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who sits on what the waiting request needs."""
+
+    request: str
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why one sequence waits. `need`, `have` and `short` count `unit` (blocks, slots or tokens of a step)."""
+
+    cause: Cause
+    need: int
+    have: int
+    short: int
+    unit: str
+    largest_hole: int = 0
+    held: int = 0
+    behind: str | None = None
+    behind_wait: Wait | None = None
+    shares_prefix: bool = False  # `behind` computes the very prefix that this one needs
+    holders: tuple[Holder, ...] = ()
+
+    def key(self) -> tuple[Cause, str | None]:
+        """A wait is told again only when this changes."""
+        return (self.cause, self.behind)
+
+    def sentence(self) -> str:
+        """For a person: the cause with its numbers, and what would unblock it."""
+        if self.cause is Cause.BEHIND:
+            inner = f" ({self.behind_wait.sentence()})" if self.behind_wait else ""
+            if self.shares_prefix:
+                inner = ", which is computing the prefix both share"
+            return f"behind {self.behind}{inner}"
+        if self.cause is Cause.NEXT_STEP:
+            return "next step: there is room, it is offered memory in the next step"
+        text = f"{self.cause.value}: needs {self.need} {self.unit}, {self.have} available, {self.short} short"
+        if self.cause is Cause.FRAGMENTED:
+            text = f"fragmented: largest run {self.largest_hole}, free {self.have}, need {self.need} {self.unit}"
+        elif self.cause is Cause.HELD:
+            text += f" of the {self.held} held back for requests that already run"
+        elif self.cause is Cause.STALLED:
+            return f"no step for {self.need} s: the scheduler is not being called"
+        return text + self._unblocks()
+
+    def _unblocks(self) -> str:
+        if not self.holders:
+            return ""
+        named = ", ".join(f"{holder.request} ({holder.amount})" for holder in self.holders[:3])
+        more = f" and {len(self.holders) - 3} more" if len(self.holders) > 3 else ""
+        return f"; held by {named}{more}: it starts when they end or shrink by {self.short} {self.unit}"
+
+
+def from_quote(quote: Quote, holders: tuple[Holder, ...] = ()) -> Wait:
+    """A refused quote is the explanation."""
+    return Wait(
+        cause=MEMORY[quote.why],
+        need=quote.take,
+        have=quote.available if quote.ask.quota is None or quote.why is not Why.QUOTA else quote.ask.quota,
+        short=quote.short,
+        unit="blocks",
+        largest_hole=quote.largest_hole,
+        held=quote.held,
+        holders=holders,
+    )

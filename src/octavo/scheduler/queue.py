@@ -1,0 +1,52 @@
+"""The waiting line: its order, and how often the one in front has been passed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from octavo.types import Sequence
+
+
+class WaitingQueue:
+    """Sequences in the order in which they are offered memory: by priority (if asked for), then by arrival. A
+    preempted sequence returns to the place that its arrival gives it, so before everything that came later."""
+
+    def __init__(self, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._line: list[tuple[int, int, Sequence]] = []  # (priority, sequence id, ...): ids rise with arrival
+        self._skipped: dict[int, int] = {}
+
+    def _key(self, seq: Sequence) -> tuple[int, int]:
+        return (seq.request.priority if self._by_priority else 0, seq.id)
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._line, (*self._key(seq), seq), key=lambda entry: entry[:2])
+
+    def remove(self, seq: Sequence) -> None:
+        """Raises ValueError if the sequence does not wait here."""
+        i = bisect_left(self._line, self._key(seq), key=lambda entry: entry[:2])
+        if i == len(self._line) or self._line[i][2] is not seq:
+            raise ValueError(f"sequence {seq.id} is not waiting")
+        del self._line[i]
+        self._skipped.pop(seq.id, None)
+
+    def passed(self, seq: Sequence) -> None:
+        """A later sequence was admitted before this one."""
+        self._skipped[seq.id] = self._skipped.get(seq.id, 0) + 1
+
+    def skips(self, seq: Sequence) -> int:
+        return self._skipped.get(seq.id, 0)
+
+    def first(self) -> Sequence | None:
+        return self._line[0][2] if self._line else None
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In order; safe against removal of entries already given out."""
+        return iter([entry[2] for entry in self._line])
+
+    def head(self, n: int) -> list[Sequence]:
+        return [entry[2] for entry in self._line[:n]]

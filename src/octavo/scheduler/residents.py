@@ -1,0 +1,228 @@
+"""The running set and its memory: growing, preempting, forking, leaving. Everything that takes or gives blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from octavo import events as ev
+from octavo.kv.api import Ask, Copy, Grant, KVManager, Quote, Why
+from octavo.kv.prefix import BlockKey
+from octavo.scheduler.admission import outstanding
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.victims import ORDERS, choose
+from octavo.types import Sequence, Status
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start. `recomputed` of the `discarded` tokens had to be computed again; the prefix cache
+    kept the others. Hits count once, at first admission."""
+
+    preemptions: int = 0
+    discarded: int = 0
+    recomputed: int = 0
+    hit_tokens: int = 0
+    query_tokens: int = 0
+    computed: int = 0
+    generated: int = 0
+    evicted: int = 0
+    compactions: int = 0
+    accepted: int = 0
+    refused: int = 0
+    expired: int = 0
+    finished: int = 0
+
+
+class Residents:
+    """Sequences that hold memory. `slots` counts the samples a running request has still to fork as well."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVManager, sink: ev.Sink) -> None:
+        self.config = config
+        self.kv = kv
+        self.totals = Totals()
+        self.running: list[Sequence] = []
+        self.slots = 0
+        self.step = 0
+        self.changes = 0  # how often somebody entered or left
+        self.copies: list[Copy] = []  # for the plan being made (forks leave theirs for the next one)
+        self.victims: list[Sequence] = []  # preempted while the plan is being made
+        self.protected: dict[int, Sequence] = {}
+        self.in_flight: dict[bytes, Sequence] = {}  # digest of a prompt block being computed -> who computes it
+        self._sink = sink
+
+    # -- asking and taking --------------------------------------------------------------------------------------------
+
+    def ask(self, seq: Sequence, upto: int, keys: Seq[BlockKey] = (), hold_back: int = 0) -> Ask:
+        request, length = seq.request, seq.request.output_length
+        return Ask(
+            seq=seq.id,
+            upto=upto,
+            known=len(seq.tokens),
+            ceiling=seq.ceiling,
+            expected=seq.ceiling if length is None else min(seq.ceiling, len(request.prompt) + length),
+            keys=keys,
+            hold_back=hold_back,
+            quota=self._quota_left(request.tenant),
+        )
+
+    def _quota_left(self, tenant: str) -> int | None:
+        quota = self.config.quotas.get(tenant)
+        if quota is None:
+            return None
+        held = sum(self.kv.blocks_of(seq.id) for seq in self.running if seq.request.tenant == tenant)
+        return max(0, quota - held)
+
+    def held_for_protected(self) -> int:
+        """Blocks that protected sequences may still take: nobody else gets them."""
+        return sum(outstanding(seq, self.kv) for seq in self.protected.values())
+
+    def _take(self, seq: Sequence, quote: Quote) -> Grant:
+        grant = self.kv.commit(quote)
+        if seq.view is None:
+            seq.view = self.kv.view(seq.id)
+        seq.slots = grant.slots
+        self.copies.extend(grant.copies)
+        self.totals.evicted += grant.evicted
+        self._sink(ev.Granted(self.step, seq.id, grant.slots, grant.taken, grant.evicted))
+        return grant
+
+    def places(self, seq: Sequence) -> int:
+        """Slots it occupies: all samples of a request count until they are forked."""
+        return 1 if seq.forked else seq.request.params.n
+
+    def enter(self, seq: Sequence, upto: int, keys: Seq[BlockKey]) -> Grant:
+        """Admit a sequence whose gate was passed: take memory for its first `upto` tokens."""
+        grant = self._take(seq, self.kv.quote(self.ask(seq, upto, keys)))
+        seq.status = Status.RUNNING
+        seq.computed = seq.sealed = grant.reused
+        self.running.append(seq)
+        self.slots += self.places(seq)
+        self.changes += 1
+        if seq.preemptions >= self.config.max_preemptions:
+            self.protected[seq.id] = seq
+        for key in keys[grant.reused // self.kv.block_size :]:
+            self.in_flight.setdefault(key.digest, seq)
+        return grant
+
+    def grow(self, seq: Sequence, upto: int) -> bool:
+        """Get slots for `upto` tokens, preempting if need be. False: not in this step."""
+        if seq.status is not Status.RUNNING:
+            return False
+        self.seal(seq)
+        while True:
+            # A protected sequence was admitted with room to its end: nothing is held back from it.
+            hold_back = 0 if seq.id in self.protected else self.held_for_protected()
+            quote = self.kv.quote(self.ask(seq, upto, hold_back=hold_back))
+            if quote.ok:
+                self._take(seq, quote)
+                return True
+            if quote.why is Why.FRAGMENTED and self.compact(after=seq):
+                return False  # the hole behind it is usable once the copies have run
+            if self.copies:
+                return False  # their sources become free when the step has run
+            rivals: Seq[Sequence] = self.running
+            if quote.why is Why.QUOTA:
+                rivals = [other for other in rivals if other.request.tenant == seq.request.tenant]
+            victim = choose(seq, rivals, ORDERS[self.config.victims], self.config.max_preemptions)
+            if victim is None:
+                return False
+            self._preempt(victim, by=seq)
+            if victim is seq:
+                return False
+
+    def _preempt(self, victim: Sequence, by: Sequence) -> None:
+        """Take all of its memory back; it keeps its tokens and computes them again when readmitted."""
+        self.seal(victim)
+        discarded = victim.computed
+        released = self.leave(victim)
+        victim.status = Status.WAITING
+        victim.preemptions += 1
+        self.victims.append(victim)
+        self.totals.preemptions += 1
+        self.totals.discarded += discarded
+        self._sink(ev.Preempted(self.step, victim.id, by.id, released, discarded, victim.preemptions))
+
+    # -- giving back --------------------------------------------------------------------------------------------------
+
+    def seal(self, seq: Sequence) -> None:
+        """Tell the manager how far the KV of a running sequence is real."""
+        if seq.sealed == seq.computed:
+            return
+        keys: Seq[BlockKey] = ()
+        if self.kv.shares:
+            keys = seq.keys.upto(seq.computed)
+            if self.in_flight:
+                self._landed(seq, keys[seq.sealed // self.kv.block_size :])
+        self.kv.seal(seq.id, seq.computed, keys)
+        seq.sealed = seq.computed
+
+    def seal_all(self) -> None:
+        for seq in self.running:
+            self.seal(seq)
+
+    def _landed(self, seq: Sequence, keys: Seq[BlockKey]) -> None:
+        for key in keys:
+            if self.in_flight.get(key.digest) is seq:
+                del self.in_flight[key.digest]
+
+    def leave(self, seq: Sequence) -> int:
+        """Out of the running set; returns the blocks that became available."""
+        self.seal(seq)
+        if self.in_flight:
+            self._landed(seq, seq.keys.upto(len(seq.tokens))[seq.sealed // self.kv.block_size :])
+        released = self.kv.release(seq.id)
+        self.running.remove(seq)
+        self.slots -= self.places(seq)
+        self.changes += 1
+        self.protected.pop(seq.id, None)
+        seq.view = None
+        seq.slots = seq.computed = seq.sealed = 0
+        return released
+
+    def compact(self, after: Sequence | None) -> bool:
+        """Join free holes; True if copies were planned for it."""
+        self.seal_all()
+        copies = self.kv.compact(self.kv.capacity, None if after is None else after.id)
+        if not copies:
+            return False
+        self.copies.extend(copies)
+        self.totals.compactions += 1
+        self._sink(ev.Compacted(self.step, copies, None if after is None else after.id))
+        return True
+
+    # -- forking ------------------------------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, samples: Seq[Sequence]) -> list[Sequence]:
+        """The prompt is computed: every further sample shares or copies it. Returns those that found no room and
+        have to compute the prompt themselves."""
+        self.seal(parent)
+        self.slots -= self.places(parent) - 1
+        parent.forked = True
+        parent.draws = (parent,)
+        homeless = []
+        for child in samples:
+            if child is parent:
+                continue
+            grant = self.kv.fork(parent.id, child.id)
+            child.forked = True
+            child.keys = parent.keys.fork(child.tokens)
+            child.admitted_at = parent.admitted_at
+            if isinstance(grant, Grant):
+                self._settle_in(child, parent, grant)
+            else:
+                homeless.append(child)
+            self._sink(ev.Forked(self.step, parent.id, child.id, isinstance(grant, Grant)))
+        if self.kv.shares:
+            parent.slots = parent.computed  # its tail is shared now: the next write must ask
+        return homeless
+
+    def _settle_in(self, child: Sequence, parent: Sequence, grant: Grant) -> None:
+        child.status = Status.RUNNING
+        child.view = self.kv.view(child.id)
+        child.computed = child.sealed = child.high_water = parent.computed
+        child.slots = grant.slots
+        self.copies.extend(grant.copies)
+        self.running.append(child)
+        self.slots += 1
+        self.changes += 1
