@@ -305,7 +305,7 @@ class Paged:
             raise ValueError(f"sequence {seq}: going back {last} blocks needs tokens that slid out of a window")
         self._version += 1
         before = self.free + self.evictable
-        for i in range(length - 1, keep - 1, -1):  # tails first: they are evicted before the heads they need
+        for _ in range(length - keep):  # tails first: they are evicted before the heads they need
             for table in held.view.tables:
                 block = table.pop()
                 if block >= 0:

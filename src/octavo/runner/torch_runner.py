@@ -154,7 +154,7 @@ class TorchRunner:
             tables = [_table(w, group) for w in work]
             slots = np.concatenate([_blocks_of(w, t, block_size) for w, t in zip(work, tables, strict=True)])
             blocks.append(torch.from_numpy(slots).to(device))
-            plans.append(self.backend.plan(rows, tables, window, block_size, self.store.buffer))
+            plans.append(self.backend.plan(rows, tables, window, block_size, device))
         offsets = torch.from_numpy(positions % block_size).to(device)
         return Batch(rows, blocks, offsets, plans, {})
 

@@ -392,12 +392,11 @@ class Scheduler:
 
     def _explain(self, seq: Sequence) -> Wait:
         stored, barrier = self._waits.get(seq.id), self._barrier
-        if stored is None and barrier is not None and barrier is not seq:
-            if barrier.status is Status.WAITING:
-                wait = self._explain(barrier)
-                if wait.cause in (Cause.SLOTS, Cause.BUDGET):
-                    return wait  # not that request's doing: the same holds for everyone behind it
-                return Wait(Cause.BEHIND, 0, 0, 0, "requests", behind=barrier.request.id, behind_wait=wait)
+        if stored is None and barrier is not None and barrier is not seq and barrier.status is Status.WAITING:
+            wait = self._explain(barrier)
+            if wait.cause in (Cause.SLOTS, Cause.BUDGET):
+                return wait  # not that request's doing: the same holds for everyone behind it
+            return Wait(Cause.BEHIND, 0, 0, 0, "requests", behind=barrier.request.id, behind_wait=wait)
         if stored is not None and stored.cause is Cause.BUDGET:
             return stored
         wait_now = self._hindrance(seq, self.config.max_num_batched_tokens)
