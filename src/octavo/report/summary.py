@@ -1,0 +1,166 @@
+"""The figures of one run under one strategy, and the JSON that reports and scripts read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from octavo.report.recorder import Recorder, StepSample
+
+KV_LINES = (
+    "live",
+    "cached",
+    "slack",
+    "reserved_used_later",
+    "reserved_never_used",
+    "quarantined",
+    "fragmented",
+    "held",
+    "free",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One strategy's run. Shares are of the KV pool: `kv_mean` weighted by time, `kv_peak` at the step with most
+    running requests (the fullest of them). Times in seconds."""
+
+    strategy: str
+    pool_tokens: int
+    pool_bytes: int
+    requests: int
+    refused: int
+    mean_running: float
+    peak_running: int
+    kv_mean: dict[str, float]
+    kv_peak: dict[str, float]
+    preemptions: int
+    ttft: Percentiles
+    itl: Percentiles
+    output_tokens: int
+    tokens_per_second: float
+    seconds: float
+    waited_by_cause: dict[str, float]
+
+    @property
+    def holding_mean(self) -> float:
+        """Share of the pool that held token states, over time."""
+        return self.kv_mean["live"] + self.kv_mean["cached"]
+
+    @property
+    def holding_peak(self) -> float:
+        return self.kv_peak["live"] + self.kv_peak["cached"]
+
+
+def percentile(values: list[float], q: float) -> float:
+    """Nearest-rank percentile; 0.0 for no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q * len(ordered) / 100) - 1)]
+
+
+def _shares(sample: StepSample, never: int) -> dict[str, float]:
+    ledger = sample.ledger
+    lines = asdict(ledger)
+    reserved = lines.pop("reserved")
+    lines["reserved_never_used"] = never
+    lines["reserved_used_later"] = reserved - never
+    return {name: lines[name] / ledger.capacity for name in KV_LINES}
+
+
+def summarise(strategy: str, recorder: Recorder, pool_tokens: int, pool_bytes: int) -> RunSummary:
+    """Boil a recorded run down to its figures."""
+    steps, never = recorder.steps, recorder.never_used()
+    busy = sum(sample.end - sample.start for sample in steps) or 1.0
+    shares = [_shares(sample, unused) for sample, unused in zip(steps, never, strict=True)]
+    mean: Counter[str] = Counter()
+    waited: Counter[str] = Counter()
+    for sample, share in zip(steps, shares, strict=True):
+        seconds = sample.end - sample.start
+        for name, value in share.items():
+            mean[name] += value * seconds / busy
+        for cause, count in sample.waiting_by_cause.items():
+            waited[cause] += count * seconds
+    peak_running = max((sample.running for sample in steps), default=0)
+    peak = max(
+        (share for sample, share in zip(steps, shares, strict=True) if sample.running == peak_running),
+        key=lambda share: share["live"] + share["cached"],
+        default=dict.fromkeys(KV_LINES, 0.0),
+    )
+    records = list(recorder.requests.values())
+    ttft = [record.ttft for record in records if record.ttft is not None]
+    gaps = [b - a for r in records for a, b in zip(r.token_times, r.token_times[1:], strict=False)]
+    output = sum(record.output_tokens for record in records)
+    seconds = steps[-1].end - steps[0].start if steps else 0.0
+    return RunSummary(
+        strategy=strategy,
+        pool_tokens=pool_tokens,
+        pool_bytes=pool_bytes,
+        requests=len(records),
+        refused=len(recorder.refused),
+        mean_running=sum(s.running * (s.end - s.start) for s in steps) / busy,
+        peak_running=peak_running,
+        kv_mean={name: mean[name] for name in KV_LINES},
+        kv_peak=peak,
+        preemptions=sum(sample.preemptions for sample in steps),
+        ttft=Percentiles(percentile(ttft, 50), percentile(ttft, 99)),
+        itl=Percentiles(percentile(gaps, 50), percentile(gaps, 99)),
+        output_tokens=output,
+        tokens_per_second=output / seconds if seconds else 0.0,
+        seconds=seconds,
+        waited_by_cause=dict(waited),
+    )
+
+
+def timeline(recorder: Recorder, points: int = 400) -> dict[str, list[object]]:
+    """The run over time, thinned to at most `points` steps: column name -> values (shares of the pool for KV)."""
+    steps, never = recorder.steps, recorder.never_used()
+    every = max(1, -(-len(steps) // points))
+    columns: dict[str, list[object]] = {name: [] for name in ("t", "running", "waiting", "causes", "preemptions")}
+    columns |= {name: [] for name in KV_LINES}
+    for i in range(0, len(steps), every):
+        sample = steps[i]
+        columns["t"].append(round(sample.end, 4))
+        columns["running"].append(sample.running)
+        columns["waiting"].append(sample.waiting)
+        columns["causes"].append(sample.waiting_by_cause)
+        columns["preemptions"].append(sum(s.preemptions for s in steps[i : i + every]))
+        for name, value in _shares(sample, never[i]).items():
+            columns[name].append(round(value, 5))
+    return columns
+
+
+def block_map(recorder: Recorder) -> dict[str, object]:
+    """Snapshots of the pool: times, and per snapshot the owner of each stretch of blocks and whether it is written."""
+    return {
+        "t": [round(column.at, 4) for column in recorder.map],
+        "owner": [list(column.cells) for column in recorder.map],
+        "written": [[int(w) for w in column.written] for column in recorder.map],
+    }
+
+
+def request_rows(recorder: Recorder) -> list[dict[str, object]]:
+    """One row per request, for tables and waterfalls."""
+    return [
+        {
+            "id": record.id,
+            "arrival": record.arrival,
+            "admitted": record.admitted,
+            "first_token": record.token_times[0] if record.token_times else None,
+            "finished": record.finished,
+            "reason": record.reason,
+            "prompt_tokens": record.prompt_tokens,
+            "output_tokens": record.output_tokens,
+            "cached_tokens": record.cached_tokens,
+            "preemptions": record.preemptions,
+        }
+        for record in recorder.requests.values()
+    ]
