@@ -46,6 +46,35 @@ class Stopped(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PreemptAsked(Event):
+    """Somebody outside wants the memory of a request back; it resumes when there is room."""
+
+    now: float
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBegan(Event):
+    """A plan was asked for at `now`; what it decided follows."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """The runner could not run the step: its sequences end with an error."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset(Event):
+    """Cached prefixes were dropped on request."""
+
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settled(Event):
     """The step ended at `now` with these tokens: tokens[i][j] for samples[j] of work[i]."""
 

@@ -1,0 +1,1 @@
+"""One module a command; each imports what it needs and nothing more."""

@@ -26,7 +26,7 @@ class KVDtype:
         """Bytes of a row of `width` values. Raises ConfigError if the row is not a whole number of groups."""
         if width % self.values:
             raise ConfigError(
-                f"KV dtype {self.name} stores one scale per {self.values} values, but a row has {width} values: "
+                f"KV dtype {self.name} stores one scale per {self.values} values; a row has {width}: "
                 f"choose bf16, fp16 or fp8, or a model whose head size is a multiple of {self.values}."
             )
         return width // self.values * self.bytes

@@ -48,13 +48,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 #: Families whose configs have no KV head count because attention is multi-head: one KV head per query head.
 MULTI_HEAD = _names(
-    "gpt2 opt gpt_neox gpt_neox_japanese gptj gpt_neo bloom codegen persimmon biogpt xglm baichuan qwen mpt "
-    "falcon RefinedWeb RefinedWebModel gpt_bigcode chatglm"
+    "gpt2 opt gpt_neox gpt_neox_japanese gptj gpt_neo bloom codegen persimmon biogpt xglm baichuan qwen "
+    "mpt falcon RefinedWeb RefinedWebModel gpt_bigcode chatglm"
 )
 #: Families whose class takes an absent KV head count as the number of query heads.
 KV_HEADS_DEFAULT_TO_HEADS = _names(
     "llama phi phi3 cohere cohere2 olmo olmo2 olmo3 granite deepseek internlm hunyuan_v1_dense recurrent_gemma"
 )
+
+#: Families whose caches are of a kind that has no formula here, and why.
+REFUSED: Mapping[str, str] = {
+    "deepseek_v4": "compressed sparse attention (compress_ratios) keeps one entry per several tokens",
+}
 
 #: Every layer slides when `sliding_window` is set (and `use_sliding_window` is not false).
 ALL_LAYERS_SLIDE = _names("mistral mixtral ministral ministral3 starcoder2 phi3 phimoe")
@@ -86,13 +91,14 @@ EVERY_NTH_ATTENDS: Mapping[str, int] = {
 
 #: Families whose class ties the output matrix to the embedding unless the config says otherwise.
 TIED_BY_DEFAULT = _names(
-    "gpt2 opt bloom falcon gpt_bigcode gpt_neo mpt gemma gemma2 gemma3_text gemma3n_text gemma4_text cohere cohere2 "
-    "starcoder2 smollm3 lfm2 recurrent_gemma falcon_mamba zamba2 minicpm3"
+    "gpt2 opt bloom falcon gpt_bigcode gpt_neo mpt gemma gemma2 gemma3_text gemma3n_text gemma4_text "
+    "cohere cohere2 starcoder2 smollm3 lfm2 recurrent_gemma falcon_mamba zamba2 minicpm3"
 )
 #: Families whose class does not tie unless the config says so.
 UNTIED_BY_DEFAULT = _names(
-    "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text phi phi3 phimoe "
-    "gpt_neox gptj codegen olmo olmo2 olmo3 deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe glm_moe_dsa "
-    "glm4_moe_lite gpt_oss llama4_text minimax minimax_m2 minimax_m3 ministral ministral3 stablelm persimmon jamba "
-    "bamba falcon_h1 mamba2 nemotron_h step3p7 mimo_v2_flash dbrx granitemoehybrid exaone4"
+    "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text phi "
+    "phi3 phimoe gpt_neox gptj codegen olmo olmo2 olmo3 deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 "
+    "glm4_moe glm_moe_dsa glm4_moe_lite gpt_oss llama4_text minimax minimax_m2 minimax_m3 ministral "
+    "ministral3 stablelm persimmon jamba bamba falcon_h1 mamba2 nemotron_h step3p7 mimo_v2_flash dbrx "
+    "granitemoehybrid exaone4"
 )

@@ -125,14 +125,10 @@ class Fields:
     def missing(self, name: str) -> ConfigError:
         """The error for an absent field: its name, the names tried, and where they were looked for."""
         tried = ", ".join(self.names.get(key, key) for key in (name, *ALIASES.get(name, ())))
-        where = self.prefix.rstrip(".") or (
-            "the GGUF header" if self.names else "the top level of the config"
-        )
+        where = self.prefix.rstrip(".") or ("the GGUF header" if self.names else "the top level of the config")
         named = self.data.get("_name_or_path")
         hint = f" {where} only names another model ({named}): size that one." if self.prefix and named else ""
-        return ConfigError(
-            f"{name} is missing: looked in {where} for {tried}.{hint} Octavo does not guess it."
-        )
+        return ConfigError(f"{name} is missing: looked in {where} for {tried}.{hint} Octavo does not guess it.")
 
 
 def _reach(data: Mapping[str, Any], path: str) -> Any:

@@ -57,10 +57,15 @@ def attention_shapes(fields: Fields, layers: Sequence[Layer]) -> list[Shape | No
     if all(layer.kind is None for layer in layers):
         return [None] * len(layers)
     usual = _per_layer(fields, len(layers))
-    by_kind = {LayerKind.WINDOW: _window_shape(fields), LayerKind.FULL: _global_shape(fields)}
-    return [
-        None if layer.kind is None else by_kind.get(layer.kind) or usual[i] for i, layer in enumerate(layers)
-    ]
+    own = {LayerKind.WINDOW: _window_shape(fields), LayerKind.FULL: _global_shape(fields)}
+    shapes: list[Shape | None] = []
+    for layer, shape in zip(layers, usual, strict=True):
+        if layer.kind is None or shape is None:
+            shapes.append(None)
+        else:
+            heads, k_dim, v_dim = own.get(layer.kind, (None, None, None))
+            shapes.append(Shape(heads or shape.kv_heads, k_dim or shape.k_dim, v_dim or shape.v_dim))
+    return shapes
 
 
 def _per_layer(fields: Fields, count: int) -> list[Shape | None]:
@@ -136,14 +141,18 @@ def head_dim(fields: Fields) -> int:
     hidden, heads = fields.count("hidden_size"), query_heads(fields)
     if hidden % heads:
         raise ConfigError(
-            f"head_dim is missing and hidden_size / num_attention_heads = {hidden} / {heads} = {hidden / heads:g} "
-            "is not a whole number: add head_dim to the config."
+            f"head_dim is missing and hidden_size / num_attention_heads = {hidden} / {heads} = "
+            f"{hidden / heads:g} is not a whole number: add head_dim to the config."
         )
     fields.sources["head_dim"] = f"hidden_size / num_attention_heads = {hidden} / {heads} = {hidden // heads}"
     return hidden // heads
 
 
-def _window_shape(fields: Fields) -> Shape | None:
+#: KV heads, k_dim, v_dim of one kind of layer; None: as usual.
+_Own = tuple[int | None, int | None, int | None]
+
+
+def _window_shape(fields: Fields) -> _Own:
     """Sliding layers with a shape of their own: MiMo-V2 (swa_*) and Step-3.5 (attention_other_setting)."""
     other = fields.data.get("attention_other_setting")
     if isinstance(other, dict):
@@ -151,21 +160,15 @@ def _window_shape(fields: Fields) -> Shape | None:
         fields.sources["num_key_value_heads (sliding)"] = f"{where}.num_attention_groups"
         heads = fields.as_count(f"{where}.num_attention_groups", other.get("num_attention_groups"))
         width = fields.as_count(f"{where}.head_dim", other.get("head_dim"))
-        return Shape(heads, width, width)
-    heads_given = fields.maybe_count("swa_num_key_value_heads")
-    if heads_given is None:
-        return None
-    k_dim = fields.maybe_count("swa_head_dim") or head_dim(fields)
-    v_dim = fields.maybe_count("swa_v_head_dim") or fields.maybe_count("v_head_dim") or k_dim
-    return Shape(heads_given, k_dim, v_dim)
+        return heads, width, width
+    k_dim = fields.maybe_count("swa_head_dim")
+    return fields.maybe_count("swa_num_key_value_heads"), k_dim, fields.maybe_count("swa_v_head_dim") or k_dim
 
 
-def _global_shape(fields: Fields) -> Shape | None:
-    """Gemma 4: full layers have their own head size, and their own head count when K and V share a
-    projection.
-    """
+def _global_shape(fields: Fields) -> _Own:
+    """Gemma 4: full layers have their own head size, and head count when K and V share a projection."""
     width = fields.maybe_count("global_head_dim")
     if width is None:
-        return None
+        return None, None, None
     heads = fields.maybe_count("num_global_key_value_heads") if fields.data.get("attention_k_eq_v") else None
-    return Shape(heads or fields.count("num_key_value_heads"), width, width)
+    return heads, width, width

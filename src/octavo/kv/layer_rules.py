@@ -121,9 +121,7 @@ def _every_nth_full(fields: Fields, count: int) -> list[Layer]:
 def _every_nth_attends(fields: Fields, count: int) -> list[Layer]:
     given = fields.maybe_count("full_attention_interval")
     period = given or EVERY_NTH_ATTENDS[fields.family]
-    source = fields.sources.get(
-        "full_attention_interval", f"family default of {fields.family} in transformers"
-    )
+    source = fields.sources.get("full_attention_interval", f"family default of {fields.family} in transformers")
     fields.sources["layer_kinds"] = f"every {period}th layer attends, the others keep a state ({source})"
     return [STATE if (i + 1) % period else FULL for i in range(count)]
 
@@ -165,9 +163,7 @@ def _llama4(fields: Fields, count: int) -> list[Layer]:
     if marks:
         return marked(fields, "no_rope_layers", marks, count, {1: CHUNKED, 0: FULL})
     period = fields.maybe_count("no_rope_layer_interval") or 4
-    fields.sources["layer_kinds"] = (
-        f"every {period}th layer is global (family default of llama4_text in transformers)"
-    )
+    fields.sources["layer_kinds"] = f"every {period}th layer is global (family default of llama4_text in transformers)"
     return [CHUNKED if (i + 1) % period else FULL for i in range(count)]
 
 
@@ -178,9 +174,7 @@ def _mimo(fields: Fields, count: int) -> list[Layer]:
 
 def _nemotron_h(fields: Fields, count: int) -> list[Layer]:
     marks = fields.need("hybrid_override_pattern")
-    return marked(
-        fields, "hybrid_override_pattern", marks, count, {"M": STATE, "*": FULL, "-": NONE, "E": NONE}
-    )
+    return marked(fields, "hybrid_override_pattern", marks, count, {"M": STATE, "*": FULL, "-": NONE, "E": NONE})
 
 
 def _minimax_text(fields: Fields, count: int) -> list[Layer]:
@@ -189,9 +183,7 @@ def _minimax_text(fields: Fields, count: int) -> list[Layer]:
 
 def _jamba(fields: Fields, count: int) -> list[Layer]:
     period, offset = fields.count("attn_layer_period"), fields.need("attn_layer_offset")
-    fields.sources["layer_kinds"] = (
-        f"layers i with i % attn_layer_period {period} == attn_layer_offset {offset} attend"
-    )
+    fields.sources["layer_kinds"] = f"layers i with i % attn_layer_period {period} == attn_layer_offset {offset} attend"
     return [FULL if i % period == offset else STATE for i in range(count)]
 
 
@@ -217,9 +209,7 @@ def _kimi_linear(fields: Fields, count: int) -> list[Layer]:
     attending = set(lists.get("full_attn_layers") or ())
     states = set(lists.get("kda_layers") or ())
     if attending | states != set(range(1, count + 1)):  # the published lists count from 1
-        raise ConfigError(
-            f"{fields.prefix}linear_attn_config must list each of the {count} layers exactly once."
-        )
+        raise ConfigError(f"{fields.prefix}linear_attn_config must list each of the {count} layers exactly once.")
     fields.sources["layer_kinds"] = f"{fields.prefix}linear_attn_config"
     return [FULL if i + 1 in attending else STATE for i in range(count)]
 
@@ -233,9 +223,7 @@ def _grouped(fields: Fields, count: int) -> list[Layer]:
 def _gpt_neo(fields: Fields, count: int) -> list[Layer]:
     names = fields.data.get("attention_layers")
     if not names:
-        names = [
-            n for pattern, times in fields.need("attention_types") for _ in range(times) for n in pattern
-        ]
+        names = [n for pattern, times in fields.need("attention_types") for _ in range(times) for n in pattern]
     fields.sources["attention_layers"] = f"{fields.prefix}attention_layers"
     return named(fields, "attention_layers", names, count)
 

@@ -1,8 +1,8 @@
-"""Which layers of a model keep what: full, windowed or chunked KV, a recurrent state, nothing, or another's KV.
+"""Which layers of a model keep what: full or windowed KV, a recurrent state, nothing, or another layer's KV.
 
 The kinds come from the config's own layer list where it has one, else from the family's rule in
-`octavo.kv.layer_rules`. A family without a rule is taken as plain full attention only if nothing in its config speaks
-of windows, chunks, recurrence or sharing; otherwise it is refused.
+`octavo.kv.layer_rules`. A family without a rule is taken as plain full attention only if nothing in its
+config speaks of windows, chunks, recurrence or sharing; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from octavo.kv.families import REFUSED
 from octavo.kv.fields import ConfigError, Fields
 from octavo.kv.layer_rules import FULL, NONE, RULES, WINDOW, Layer, LayerKind, check_length, marked, named
 
 _SUSPECT = re.compile(
-    r"sliding|window|chunk_size|chunked|local_att|linear_att|linear_num|mamba|ssm|rwkv|recurrent|lru_|conv_kernel|"
-    r"conv_l_cache|hybrid|block_types|block_configs|layer_types|layers_block|layer_group_size|attn_layer|attn_type_list|"
-    r"full_attn|global_attn_every|kv_shared|share_kv|kv_share|use_cla|kv_source|compress",
+    r"sliding|window|chunk_size|chunked|local_att|linear_att|linear_num|mamba|ssm|rwkv|recurrent|lru_|"
+    r"conv_kernel|conv_l_cache|hybrid|block_types|block_configs|layer_types|layers_block|layer_group_size|"
+    r"attn_layer|attn_type_list|full_attn|global_attn_every|kv_shared|share_kv|kv_share|use_cla|kv_source|compress",
     re.IGNORECASE,
 )
 _HARMLESS = frozenset({"use_sliding_window", "max_window_layers", "mlp_layer_types"})
@@ -29,6 +30,8 @@ def layer_plan(fields: Fields, max_positions: int | None) -> tuple[Layer, ...]:
 
     Raises ConfigError when the config is incomplete or of a kind that has no rule here.
     """
+    if fields.family in REFUSED:
+        raise ConfigError(f"model_type {fields.family} is not sized by Octavo: {REFUSED[fields.family]}.")
     count = layer_count(fields)
     layers = _from_list(fields, count)
     if layers is None:
@@ -72,15 +75,11 @@ def _nas_blocks(fields: Fields, blocks: Sequence[Any], count: int) -> list[Layer
     for index, block in enumerate(blocks):
         attention = block.get("attention") if isinstance(block, Mapping) else None
         if not isinstance(attention, Mapping):
-            raise ConfigError(
-                f"{where}[{index}].attention is missing; it says whether the layer has a cache."
-            )
+            raise ConfigError(f"{where}[{index}].attention is missing; it says whether the layer has a cache.")
         if attention.get("no_op") or attention.get("replace_with_linear"):
             layers.append(NONE)
         elif attention.get("window_length"):
-            layers.append(
-                replace(WINDOW, window=fields.as_count("window_length", attention["window_length"]))
-            )
+            layers.append(replace(WINDOW, window=fields.as_count("window_length", attention["window_length"])))
         else:
             layers.append(FULL)
     return layers
@@ -110,7 +109,7 @@ def _acting(fields: Fields, name: str, max_positions: int | None) -> int | None:
     length = fields.count(name)
     if max_positions is not None and length >= max_positions:
         fields.notes.append(
-            f"{fields.sources[name]} {length} is not below the model's {max_positions} positions: it never acts."
+            f"{fields.sources[name]} {length} is not below the {max_positions} positions of the model: it never acts."
         )
         return None
     return length
@@ -128,16 +127,15 @@ def _share(fields: Fields, layers: Sequence[Layer]) -> tuple[Layer, ...]:
             owners = [j for j in range(count - number) if layers[j].kind is layers[i].kind]
             if not owners:
                 raise ConfigError(
-                    f"{fields.prefix}num_kv_shared_layers is {number}: no earlier layer of the kind of layer {i} "
-                    "is left to own a cache."
+                    f"{fields.prefix}num_kv_shared_layers is {number}: no earlier layer of the kind of "
+                    f"layer {i} is left to own a cache."
                 )
             out[i] = replace(layers[i], reads=owners[-1])
     elif isinstance(sources, list):
         check_length(fields.prefix + "kv_source_layers", len(sources), count)
         fields.sources["kv_sharing"] = f"{fields.prefix}kv_source_layers"
         out = [
-            replace(layer, reads=None if s == i else s)
-            for i, (layer, s) in enumerate(zip(out, sources, strict=True))
+            replace(layer, reads=None if s == i else s) for i, (layer, s) in enumerate(zip(out, sources, strict=True))
         ]
     elif fields.data.get("use_cla"):
         factor = fields.count("cla_share_factor")
@@ -153,14 +151,14 @@ def _plain(fields: Fields, count: int) -> list[Layer]:
         f"{fields.prefix}{key}"
         for key, value in fields.data.items()
         if value and _SUSPECT.search(key) and key not in _HARMLESS
-        if not (window_off and key == "sliding_window")
-        and not key.startswith(("vision", "audio", "image", "video"))
+        if not (window_off and key == "sliding_window") and not key.startswith(("vision", "audio", "image", "video"))
         if key not in ("num_kv_shared_layers", "kv_source_layers", "use_cla", "cla_share_factor")
     ]
     if suspects:
         raise ConfigError(
-            f"model_type {fields.family or '(absent)'} has {', '.join(suspects)}, which Octavo has no rule for: its "
-            "layers may keep a window, a state or compressed entries. Give an explicit layer_types list in the config."
+            f"model_type {fields.family or '(absent)'} has {', '.join(suspects)}, which Octavo has no rule "
+            "for: its layers may keep a window, a state or compressed entries. Give an explicit layer_types "
+            "list in the config."
         )
     fields.sources["layer_kinds"] = "every layer is full attention: the config names no other kind"
     return [FULL] * count

@@ -1,4 +1,4 @@
-"""KV bytes of a model, from its config alone: one group of layers per kind of cache, the formula of each spelled out.
+"""KV bytes of a model, from its config alone: one group of layers per kind of cache, each with its formula.
 
     spec = spec_from_config(config, kv_dtype="bf16", tp=1)
     spec.bytes_per_token        before any window is full
@@ -69,7 +69,7 @@ class MLABytes:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What a model caches. `sources` maps each value to the config path it came from, or to its derivation."""
+    """What a model caches. `sources` maps each value to its config path, or to how it was derived."""
 
     model_type: str
     groups: tuple[LayerGroup, ...]
@@ -79,7 +79,8 @@ class KVSpec:
     num_attention_heads: int | None  # None for models without attention
     max_positions: int | None  # None when the config gives no length
     mla: MLABytes | None = None
-    shared: Mapping[int, int] = field(default_factory=dict, hash=False)  # layer → the layer whose KV it reads
+    #: layer → the layer whose KV it reads
+    shared: Mapping[int, int] = field(default_factory=dict, hash=False)
     uncached: tuple[int, ...] = ()  # layers that keep nothing at all
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     notes: tuple[str, ...] = ()
@@ -159,9 +160,7 @@ def spec_from_config(
     layers = layer_plan(fields, positions)
     heads = query_heads(fields) if any(layer.kind for layer in layers) else None
     if heads is not None and heads % tp:
-        raise ConfigError(
-            f"num_attention_heads {heads} is not a multiple of tp {tp}: choose a tp that divides it."
-        )
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of tp {tp}: choose a tp that divides it.")
     mla = _mla_bytes(fields, layers, dtype, tp, mla_form)
     _note_side_caches(fields, layers, dtype)
     groups = [*_attention_groups(fields, layers, dtype, tp, mla), *_state_groups(fields, layers, tp)]
@@ -213,9 +212,7 @@ def _group(
     total = len(layers) * heads * row
     dims = f"2 x {shape.k_dim}" if shape.k_dim == shape.v_dim else f"({shape.k_dim} + {shape.v_dim})"
     split = "" if tp == 1 else f" (of {shape.kv_heads}, TP {tp})"
-    formula = (
-        f"{len(layers)} {kind.value} layers x {heads} KV heads{split} x {dims} x {dtype.per_value} = {total}"
-    )
+    formula = f"{len(layers)} {kind.value} layers x {heads} KV heads{split} x {dims} x {dtype.per_value} = {total}"
     if window is not None:
         formula += f"; x {window} tokens = {total * window} at most"
     return LayerGroup(kind, layers, heads, shape.k_dim, shape.v_dim, window, total, 0, formula)
@@ -225,8 +222,8 @@ def _heads_per_rank(kv_heads: int, tp: int) -> int:
     """KV heads of one rank: split while ranks last, then replicated."""
     if kv_heads % tp and tp % kv_heads:
         raise ConfigError(
-            f"num_key_value_heads {kv_heads} and tp {tp} do not divide each other: KV heads can neither be split "
-            "evenly nor be replicated evenly; choose another tp."
+            f"num_key_value_heads {kv_heads} and tp {tp} do not divide each other: the heads can "
+            "neither be split nor be replicated evenly; choose another tp."
         )
     return max(1, kv_heads // tp)
 
@@ -240,8 +237,8 @@ def _mla_bytes(
     odd = {layer.kind.value for layer in layers if layer.kind not in (None, LayerKind.FULL) and layer.kind}
     if odd:
         raise ConfigError(
-            f"{fields.sources['kv_lora_rank']} says MLA, but there are {', '.join(sorted(odd))} layers: Octavo has no "
-            "rule for MLA with windows."
+            f"{fields.sources['kv_lora_rank']} says MLA, but there are {', '.join(sorted(odd))} layers: "
+            "Octavo has no rule for MLA with windows."
         )
     count = sum(layer.kind is not None and layer.reads is None for layer in layers)
     heads = shape.heads // tp
@@ -252,9 +249,7 @@ def _mla_bytes(
         form=form,
         latent=latent,
         expanded=expanded,
-        formula_latent=(
-            f"{count} MLA layers x ({shape.latent} + {shape.rope}) x {dtype.per_value} = {latent}{ranks}"
-        ),
+        formula_latent=(f"{count} MLA layers x ({shape.latent} + {shape.rope}) x {dtype.per_value} = {latent}{ranks}"),
         formula_expanded=(
             f"{count} MLA layers x {heads} heads x ({shape.k_dim} + {shape.v_dim}) x {dtype.per_value} = {expanded}"
         ),
@@ -287,16 +282,16 @@ def _note_side_caches(fields: Fields, layers: Sequence[Layer], dtype: KVDtype) -
         marked = sum(bool(mark) for mark in sparse.get("sparse_attention_freq") or [1] * len(layers))
     if width is not None:
         fields.notes.append(
-            f"Not counted: the sparse-attention indexer keeps one more {width}-wide key per token in {marked} layers, "
-            f"{marked * dtype.row_bytes(width)} B per token at {dtype.name}."
+            f"Not counted: the sparse-attention indexer keeps one more {width}-wide key per token in "
+            f"{marked} layers, {marked * dtype.row_bytes(width)} B per token at {dtype.name}."
         )
 
 
 def _max_positions(fields: Fields) -> int | None:
     """The model's length: max_position_embeddings, stretched by rope_scaling where that is not yet in it.
 
-    The rule is vLLM's (`_get_and_verify_max_len`): linear, dynamic and yarn multiply their original length; Gemma 3
-    publishes the stretched length already; the others (llama3, longrope, su, mrope) do not stretch.
+    The rule is vLLM's (`_get_and_verify_max_len`): linear, dynamic and yarn multiply their original length;
+    Gemma 3 publishes the stretched length already; the others (llama3, longrope, su, mrope) do not stretch.
     """
     length = fields.maybe_count("max_position_embeddings")
     scaling = fields.data.get("rope_scaling") or fields.data.get("rope_parameters")
@@ -311,7 +306,5 @@ def _max_positions(fields: Fields) -> int | None:
     if stretched <= length:
         return length
     where = fields.sources["max_position_embeddings"]
-    fields.sources["max_position_embeddings"] = (
-        f"{where} {length}, {kind} factor {factor:g} x {original} = {stretched}"
-    )
+    fields.sources["max_position_embeddings"] = f"{where} {length}, {kind} factor {factor:g} x {original} = {stretched}"
     return stretched

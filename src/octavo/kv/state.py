@@ -23,7 +23,7 @@ class State:
 
 
 def layer_state(fields: Fields, tp: int) -> State:
-    """The state of one recurrent layer of this family. Raises ConfigError for a family without a rule here."""
+    """The state of one recurrent layer. Raises ConfigError for a family without a rule here."""
     rule = RULES.get(fields.family)
     if rule is None and fields.maybe_count("linear_num_value_heads") is not None:
         rule = _delta_net
@@ -89,9 +89,7 @@ def _mamba2(fields: Fields, tp: int) -> State:
     groups = 1 if groups == 1 else _split("the Mamba group count", groups, tp)  # a single group is replicated
     channels = heads * width + 2 * groups * state
     conv = channels * (kernel - 1)
-    formula = (
-        f"ssm {heads} x {width} x {state}, conv ({heads * width} + 2 x {groups} x {state}) x {kernel - 1}"
-    )
+    formula = f"ssm {heads} x {width} x {state}, conv ({heads * width} + 2 x {groups} x {state}) x {kernel - 1}"
     return State(heads * width * state, conv, formula)
 
 
@@ -102,9 +100,7 @@ def _mamba2_head(fields: Fields, heads: int) -> int:
             return fields.as_count(name, value)
     if fields.family == "mamba2":
         return fields.count("head_dim")
-    inner = fields.maybe_count("mamba_d_ssm") or fields.count("hidden_size") * _first(
-        fields, "mamba_expand", "expand"
-    )
+    inner = fields.maybe_count("mamba_d_ssm") or fields.count("hidden_size") * _first(fields, "mamba_expand", "expand")
     return _split("the Mamba inner size", inner, heads)
 
 
@@ -116,8 +112,7 @@ def _delta_net(fields: Fields, tp: int) -> State:
     kernel = fields.count("linear_conv_kernel_dim")
     channels = 2 * key_heads * d_k + value_heads * d_v
     formula = (
-        f"ssm {value_heads} x {d_k} x {d_v}, "
-        f"conv (2 x {key_heads} x {d_k} + {value_heads} x {d_v}) x {kernel - 1}"
+        f"ssm {value_heads} x {d_k} x {d_v}, conv (2 x {key_heads} x {d_k} + {value_heads} x {d_v}) x {kernel - 1}"
     )
     return State(value_heads * d_k * d_v, channels * (kernel - 1), formula)
 

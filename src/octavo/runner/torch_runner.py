@@ -236,6 +236,10 @@ class _Given(torch.nn.Module):
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Hidden:
         return _Hidden(last_hidden_state=inputs_embeds)
 
+    @property
+    def decoder(self) -> _Given:  # OPT's causal LM calls `model.decoder`
+        return self
+
 
 def _head_of(module: torch.nn.Module) -> Any:
     """hidden [n, size] → logits [n, vocabulary] through the model's own code (head, scaling, soft-capping).

@@ -127,11 +127,11 @@ class Residents:
             victim = choose(seq, rivals, ORDERS[self.config.victims], self.config.max_preemptions)
             if victim is None:
                 return False
-            self._preempt(victim, by=seq)
+            self.preempt(victim, by=seq)
             if victim is seq:
                 return False
 
-    def _preempt(self, victim: Sequence, by: Sequence) -> None:
+    def preempt(self, victim: Sequence, by: Sequence) -> None:
         """Take all of its memory back; it keeps its tokens and computes them again when readmitted."""
         self.seal(victim)
         discarded = victim.computed

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from dataclasses import dataclass
 
 from octavo import events as ev
-from octavo.kv.api import KVManager, Ledger, Quote, Why, longest_length
+from octavo.kv.api import KVManager, Ledger, longest_length
 from octavo.kv.check import require
-from octavo.kv.prefix import BlockKey, Digest, KeyChain, Miss, blake2b_256, encode_identity
+from octavo.kv.prefix import Digest, KeyChain, Miss, blake2b_256, encode_identity
 from octavo.runner.api import SeqWork, StepPlan, StepResult
 from octavo.scheduler.accept import ceiling_of, check_room
-from octavo.scheduler.admission import CHARGES, Charge, LengthPredictor, Pool
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.explain import MEMORY_CAUSES, Cause, Holder, Wait, from_quote
-from octavo.scheduler.queue import WaitingQueue
+from octavo.scheduler.explain import Cause, Wait
 from octavo.scheduler.residents import Residents
+from octavo.scheduler.waiting import WaitingRoom
 from octavo.types import FinishReason, Request, RequestError, Sequence, Status
 
 
@@ -53,13 +51,8 @@ class Scheduler:
         self._engine_identity = engine_identity
         self._digest = digest
         self._residents = Residents(config, kv, sink)
-        self._waiting = WaitingQueue(by_priority=config.order == "priority")
-        self._waits: dict[int, Wait] = {}  # of those offered memory in the last plan
-        self._barrier: Sequence | None = None  # the one at which the last plan stopped offering
-        self._calm: tuple[int, ...] | None = None  # what would have to change before offering again is worth it
-        self._predictor = LengthPredictor()
+        self._waiting = WaitingRoom(self._residents, sink)
         self._next_id = 0
-        self._deadlines: list[tuple[float, int, Sequence]] = []
         self._expired: list[Progress] = []
         self._longest = longest_length(kv)
         self.totals = self._residents.totals
@@ -100,9 +93,7 @@ class Scheduler:
         seqs[0].draws = tuple(seqs) if ceiling > len(request.prompt) else ()
         self.requests[request.id] = seqs
         self.totals.accepted += 1
-        self._wait(seqs[0])
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, seqs[0].id, seqs[0]))
+        self._waiting.add(seqs[0])
         self._sink(ev.Submitted(self.steps, now, request, tuple(seq.id for seq in seqs)))
         return seqs
 
@@ -113,7 +104,7 @@ class Scheduler:
         check_room(request, ceiling, self.kv, self.config, self._longest)
         limit = self.config.max_queue
         if limit is not None:
-            waiting = sum(self._residents.places(seq) for seq in self._waiting)
+            waiting = self._waiting.places
             if waiting + request.params.n > limit:
                 raise RequestError(
                     f"{waiting} of at most {limit} sequences wait already (max_queue) and this request needs "
@@ -131,10 +122,6 @@ class Scheduler:
         seq.draws = (seq,)
         return seq
 
-    def _wait(self, seq: Sequence) -> None:
-        self._waiting.add(seq)
-        self._calm = None
-
     def abort(self, request_id: str, now: float) -> list[Sequence]:
         """End what is left of a request and give its memory back at once. An unknown or ended id is not an error."""
         ended = [seq for seq in self.requests.get(request_id, []) if seq.status is not Status.FINISHED]
@@ -148,9 +135,29 @@ class Scheduler:
             self._sink(ev.Stopped(self.steps, now, seq.id, reason.value))
             self._finish(seq, reason)
 
+    def preempt(self, request_id: str, now: float) -> int:
+        """Take the memory of a running request back, between two steps; it keeps its tokens and resumes when there
+        is room. Returns the sequences preempted. One that is protected (`max_preemptions`) keeps its memory."""
+        self._sink(ev.PreemptAsked(self.steps, now, request_id))
+        residents = self._residents
+        for seq in self.requests.get(request_id, ()):
+            if seq.status is Status.RUNNING and seq.id not in residents.protected:
+                residents.preempt(seq, by=seq)
+        return self._requeue_victims()
+
+    def _requeue_victims(self) -> int:
+        victims = self._residents.victims
+        for seq in victims:
+            self._waiting.add(seq)
+        count = len(victims)
+        victims.clear()
+        return count
+
     def reset_cache(self) -> int:
         """Forget every cached prefix that nobody uses; returns the blocks that became free."""
-        return self.kv.reset_cache()
+        freed = self.kv.reset_cache()
+        self._sink(ev.CacheReset(self.steps, freed))
+        return freed
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         released = 0
@@ -158,12 +165,10 @@ class Scheduler:
             released = self._residents.leave(seq)
         elif seq.forked or seq.index == 0:  # samples that were never forked stand in no line
             self._waiting.remove(seq)
-            self._waits.pop(seq.id, None)
-            self._calm = None
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._predictor.learn(seq.generated)
+            self._waiting.predictor.learn(seq.generated)
         self.totals.finished += 1
         self._sink(ev.Finished(self.steps, seq.id, reason.value, len(seq.tokens), released))
         if all(other.status is Status.FINISHED for other in self.requests[seq.request.id]):
@@ -175,8 +180,9 @@ class Scheduler:
         """Decide the next step. Decodes first, then prompt chunks of running sequences, then new ones."""
         residents = self._residents
         self.last_step = now
-        if self._deadlines:
-            self._expire(now)
+        self._sink(ev.PlanBegan(residents.step, now))
+        for seq in self._waiting.overdue(now):
+            self._expire(seq, now)
         work: dict[int, SeqWork] = {}
         chunks: list[Sequence] = []
         for seq in tuple(residents.running):
@@ -192,10 +198,11 @@ class Scheduler:
         if residents.victims:  # whoever lost its memory in this step does not compete for it in the same step
             for seq in residents.victims:
                 work.pop(seq.id, None)
-                self._wait(seq)
-            residents.victims.clear()
+            self._requeue_victims()
         elif self._waiting:
-            self._admit(budget, work)
+            for seq, count in self._waiting.offer(budget, now):
+                end = seq.computed + count
+                work[seq.id] = SeqWork(seq, seq.computed, count, seq.draws if end == len(seq.tokens) else ())
         return self._planned(now, work)
 
     def _planned(self, now: float, work: dict[int, SeqWork]) -> StepPlan:
@@ -219,6 +226,13 @@ class Scheduler:
         work[seq.id] = SeqWork(seq, start, count, seq.draws if start + count == known else ())
         return count
 
+    def _expire(self, seq: Sequence, now: float) -> None:
+        for sample in self.requests[seq.request.id]:
+            sample.stop_match = "deadline"
+            self.stop(sample, FinishReason.ERROR, now)
+            self._expired.append(Progress(sample, None, FinishReason.ERROR))
+        self.totals.expired += 1
+
     def settle(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
         """Take the step's tokens: advance, publish full blocks, fork what waited for it, end what has ended."""
         residents, size = self._residents, self.kv.block_size
@@ -240,7 +254,7 @@ class Scheduler:
                 residents.seal(seq)
             if len(samples) > 1:
                 for child in residents.fork(seq, samples):
-                    self._wait(child)
+                    self._waiting.add(child)
             for sample, token in zip(samples, drawn, strict=True):
                 out.append(self._advance(sample, token))
             if not samples and end >= seq.ceiling:  # max_tokens 0: only the prompt was wanted
@@ -248,6 +262,18 @@ class Scheduler:
                     self._finish(sample, FinishReason.LENGTH)
                     out.append(Progress(sample, None, FinishReason.LENGTH))
         return out
+
+    def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
+        """The runner could not run `plan`: end its requests with an error, leave all others as they are."""
+        self._sink(ev.Failed(plan.index, now))
+        self.kv.done(plan.copies)
+        ended = []
+        for request_id in dict.fromkeys(work.seq.request.id for work in plan.work):
+            for seq in self.requests.get(request_id, ()):
+                if seq.status is not Status.FINISHED:
+                    self._finish(seq, FinishReason.ERROR)
+                    ended.append(seq)
+        return ended
 
     def _advance(self, seq: Sequence, token: int) -> Progress:
         seq.tokens.append(token)
@@ -262,119 +288,6 @@ class Scheduler:
             self._finish(seq, reason)
         return Progress(seq, token, reason)
 
-    # -- admission ----------------------------------------------------------------------------------------------------
-
-    def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            seq = heapq.heappop(self._deadlines)[2]
-            if seq.status is not Status.WAITING or seq.admitted_at is not None:
-                continue
-            for sample in self.requests[seq.request.id]:
-                self._sink(ev.Stopped(self.steps, now, sample.id, FinishReason.ERROR.value))
-                self._finish(sample, FinishReason.ERROR)
-                self._expired.append(Progress(sample, None, FinishReason.ERROR))
-            self.totals.expired += 1
-
-    def _admit(self, budget: int, work: dict[int, SeqWork]) -> None:
-        """Offer memory to the waiting line in order. One that is refused may be passed `max_skips` times."""
-        state = (self._residents.changes, len(self._waiting))
-        available = self.kv.free + self.kv.evictable
-        if self._calm is not None and self._calm[:2] == state and available <= self._calm[2]:
-            return
-        before, self._waits, self._barrier = self._waits, {}, None
-        passed: list[Sequence] = []
-        for seq in self._waiting:
-            wait = self._hindrance(seq, budget)
-            if wait is None:
-                quote = self._gate(seq)
-                if quote.ok:
-                    budget -= self._enter(seq, quote, budget, work)
-                    for other in passed:
-                        self._waiting.passed(other)
-                    continue
-                if quote.why is Why.FRAGMENTED and not self._residents.copies:
-                    self._residents.compact(after=None)
-                wait = from_quote(quote)
-            self._blocked(seq, wait, before.get(seq.id))
-            if wait.cause in MEMORY_CAUSES:
-                passed.append(seq)
-            if wait.cause in (Cause.SLOTS, Cause.BUDGET) or self._may_not_pass(passed):
-                self._barrier = seq
-                break
-        calm = all(wait.cause in MEMORY_CAUSES or wait.cause is Cause.SLOTS for wait in self._waits.values())
-        state = (self._residents.changes, len(self._waiting))
-        calm = calm and not self._residents.copies
-        self._calm = (*state, self.kv.free + self.kv.evictable) if calm else None
-
-    def _may_not_pass(self, passed: list[Sequence]) -> bool:
-        limit = self.config.max_skips
-        return len(passed) > limit or any(self._waiting.skips(seq) >= limit for seq in passed)
-
-    def _hindrance(self, seq: Sequence, budget: int) -> Wait | None:
-        """What keeps it from even asking for memory."""
-        residents = self._residents
-        places, free = residents.places(seq), self.config.max_num_seqs - residents.slots
-        if places > free:
-            holders = tuple(Holder(other.request.id, residents.places(other)) for other in self.running)
-            return Wait(Cause.SLOTS, places, free, places - free, "slots", holders=holders)
-        if budget <= 0:
-            return Wait(Cause.BUDGET, 1, 0, 1, f"of {self.config.max_num_batched_tokens} tokens a step")
-        if residents.in_flight:
-            return self._prefix_in_flight(seq)
-        return None
-
-    def _prefix_in_flight(self, seq: Sequence) -> Wait | None:
-        """Its next missing block is being computed by someone else: waiting is cheaper than computing it twice."""
-        keys, in_flight = self._keys(seq), self._residents.in_flight
-        if not any(key.digest in in_flight for key in keys):
-            return None
-        reused = self.kv.quote(self._residents.ask(seq, 1, keys)).reuse // self.kv.block_size
-        owner = in_flight.get(keys[reused].digest) if reused < len(keys) else None
-        if owner is None:
-            return None
-        return Wait(Cause.BEHIND, 0, 0, 0, "blocks", behind=owner.request.id, shares_prefix=True)
-
-    def _keys(self, seq: Sequence) -> tuple[BlockKey, ...]:
-        """Blocks that may come from the cache. At least one token is computed, for its logits; prompt logprobs
-        need every position."""
-        if not self.kv.shares or seq.request.params.prompt_logprobs is not None:
-            return ()
-        return tuple(seq.keys.upto(len(seq.tokens) - 1))
-
-    def _gate(self, seq: Sequence) -> Quote:
-        """Whether there is room for what the request is charged on entry."""
-        if seq.preemptions >= self.config.max_preemptions:
-            charge = Charge(seq.ceiling, 0)  # from now on it is protected
-        elif not self.running:
-            charge = Charge(len(seq.tokens), 0)  # alone it always fits: submit has seen to that
-        else:
-            pool = Pool(self.kv, self.running, self._predictor)
-            charge = CHARGES[self.config.admission](seq, pool)
-        hold_back = max(charge.hold_back, self._residents.held_for_protected())
-        return self.kv.quote(self._residents.ask(seq, charge.upto, self._keys(seq), hold_back))
-
-    def _enter(self, seq: Sequence, gate: Quote, budget: int, work: dict[int, SeqWork]) -> int:
-        """Admit: take memory for the first chunk. Returns the tokens scheduled."""
-        known = len(seq.tokens)
-        count = min(budget, known - gate.reuse)
-        again = seq.admitted_at is not None
-        grant = self._residents.enter(seq, gate.reuse + count, self._keys(seq))
-        self._waiting.remove(seq)
-        if not again:
-            seq.reused = grant.reused
-            self.totals.hit_tokens += grant.reused
-            self.totals.query_tokens += known
-        seq.admitted_at = self.last_step
-        self._sink(ev.Admitted(self.steps, seq.id, known, grant.reused, again))
-        samples = seq.draws if grant.reused + count == known else ()
-        work[seq.id] = SeqWork(seq, grant.reused, count, samples)
-        return count
-
-    def _blocked(self, seq: Sequence, wait: Wait, before: Wait | None) -> None:
-        self._waits[seq.id] = wait
-        if before is None or before.key() != wait.key():
-            self._sink(ev.Blocked(self.steps, seq.id, wait.cause.value, wait.need, wait.have, wait.short, wait.behind))
-
     # -- explaining ---------------------------------------------------------------------------------------------------
 
     def explain(self, request_id: str, now: float, patience: float = 1.0) -> Wait | None:
@@ -388,26 +301,7 @@ class Scheduler:
             return None
         if self.last_step is not None and now - self.last_step > patience:
             return Wait(Cause.STALLED, int(now - self.last_step), 0, 0, "s")
-        return self._explain(seq)
-
-    def _explain(self, seq: Sequence) -> Wait:
-        stored, barrier = self._waits.get(seq.id), self._barrier
-        if stored is None and barrier is not None and barrier is not seq and barrier.status is Status.WAITING:
-            wait = self._explain(barrier)
-            if wait.cause in (Cause.SLOTS, Cause.BUDGET):
-                return wait  # not that request's doing: the same holds for everyone behind it
-            return Wait(Cause.BEHIND, 0, 0, 0, "requests", behind=barrier.request.id, behind_wait=wait)
-        if stored is not None and stored.cause is Cause.BUDGET:
-            return stored
-        wait_now = self._hindrance(seq, self.config.max_num_batched_tokens)
-        if wait_now is not None:
-            return wait_now
-        quote = self._gate(seq)
-        return Wait(Cause.NEXT_STEP, 0, 0, 0, "") if quote.ok else from_quote(quote, self._holders())
-
-    def _holders(self) -> tuple[Holder, ...]:
-        held = [Holder(seq.request.id, self.kv.blocks_of(seq.id)) for seq in self.running]
-        return tuple(sorted(held, key=lambda holder: -holder.amount))
+        return self._waiting.explain(seq)
 
     def miss(self, request_id: str) -> Miss | None:
         """Why the prefix cache did not serve more of a live request's prompt."""
@@ -415,23 +309,13 @@ class Scheduler:
         return self.kv.miss(seqs[0].keys) if seqs else None
 
     def waiting_by_cause(self) -> Counter[str]:
-        """How many sequences wait for which cause; those never offered anything share the barrier's."""
-        causes = Counter(wait.cause.value for wait in self._waits.values())
-        unseen = len(self._waiting) - causes.total()
-        if unseen > 0:
-            wait = self._waits.get(self._barrier.id) if self._barrier else None
-            own = wait is not None and wait.cause in (Cause.SLOTS, Cause.BUDGET)
-            causes[wait.cause.value if wait and own else Cause.BEHIND.value] += unseen
-        return causes
+        """How many sequences wait for which cause."""
+        return self._waiting.by_cause()
 
     def ledger(self) -> Ledger:
         """Where every slot of the pool is, at this moment."""
         self._residents.seal_all()
-        first = self._waiting.first()
-        wait = self._waits.get(first.id) if first else None
-        if wait is None or wait.cause not in MEMORY_CAUSES:
-            return self.kv.ledger(self._residents.held_for_protected())
-        return self.kv.ledger(wait.held, wait.need)
+        return self._waiting.ledger()
 
     def check(self) -> None:
         """Raise InvariantError if the bookkeeping is wrong; when nothing is left, also if anything stays pinned."""
@@ -444,9 +328,9 @@ class Scheduler:
             require(seq.computed <= min(seq.slots, len(seq.tokens)), "computed <= slots, known", seq=seq.id)
             require(seq.preemptions <= config.max_preemptions, "preempted at most k times", seq=seq.id)
         if not self.requests:
-            require(not residents.running and not self._waiting, "no sequence without a request")
+            require(not residents.running, "no sequence without a request")
             waits_for_copies = self.kv.ledger().quarantined // self.kv.block_size
             available = self.kv.free + self.kv.evictable + waits_for_copies
             require(available == self.kv.capacity, "all memory is available at rest")
-            left = residents.in_flight or residents.protected or self._waits
+            left = residents.in_flight or residents.protected or not self._waiting.at_rest
             require(not left, "nothing is left behind")

@@ -1,0 +1,166 @@
+"""From settings to a running engine: model, memory budget, layout, KV manager, scheduler, runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from octavo import events as ev
+from octavo.clock import Clock, WallClock
+from octavo.config import EngineConfig
+from octavo.engine import Engine, Watcher
+from octavo.errors import OctavoError
+from octavo.kv.api import longest_length
+from octavo.kv.groups import Layout, page_layout
+from octavo.kv.strategies import make_manager
+from octavo.log import LogHeader
+from octavo.models.loader import LoadedModel, load_model
+from octavo.runner.memory import DeviceBudget, measure
+from octavo.runner.torch_runner import TorchRunner
+from octavo.scheduler.config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine and what it was built from."""
+
+    engine: Engine
+    config: EngineConfig
+    loaded: LoadedModel
+    layout: Layout
+    pages: int
+    max_model_len: int
+    budget: DeviceBudget | None  # None: `kv_memory` was given, nothing had to be measured
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.pages * self.layout.page_bytes
+
+    @property
+    def pool_tokens(self) -> int:
+        """The longest single sequence the pool can hold."""
+        return longest_length(self.engine.scheduler.kv)
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    loaded: LoadedModel | None = None,
+    clock: Clock | None = None,
+    sink: ev.Sink = ev.discard,
+    watchers: Seq[Watcher] = (),
+) -> BuiltEngine:
+    """Load the model (unless given), measure the memory (unless `kv_memory` is given) and put the parts together.
+
+    Raises OctavoError with the numbers if the model, the budget and the lengths do not fit together.
+    """
+    loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device)
+    layout = page_layout(loaded.layers, config.block_size)
+    longest_model = _model_length(config, loaded)
+    budget = None
+    if config.kv_memory is None:
+        budget = measure(loaded, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+    kv_bytes = config.kv_memory if budget is None else _kv_share(config, budget, layout, longest_model)
+    assert kv_bytes is not None
+    max_model_len = _fit_length(config, layout, kv_bytes, longest_model)
+    pages = kv_bytes // layout.page_bytes
+    header = log_header(config, loaded, layout, pages, _scheduler_config(config, max_model_len))
+    scheduler = header.build(sink)
+    runner = TorchRunner(loaded, layout, pages, seed=config.seed)
+    engine = Engine(
+        scheduler,
+        runner,
+        clock or WallClock(),
+        codec=loaded.tokenizer,
+        eos_ids=loaded.eos_ids,
+        vocab_size=loaded.vocab_size,
+        watchers=watchers,
+        check=config.check,
+    )
+    return BuiltEngine(engine, config, loaded, layout, pages, max_model_len, budget)
+
+
+def _model_length(config: EngineConfig, loaded: LoadedModel) -> int:
+    longest = loaded.max_positions
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise OctavoError(
+            f"max_model_len is {config.max_model_len}; {loaded.name} was made for at most {longest} tokens; "
+            f"set max_model_len to {longest} or less."
+        )
+    return config.max_model_len or longest
+
+
+def _kv_share(config: EngineConfig, budget: DeviceBudget, layout: Layout, max_model_len: int) -> int:
+    """KV bytes when nobody says how many: what the device has left, but no more than max_num_seqs full sequences."""
+    usable = int(budget.total * config.memory_utilization)
+    left = usable - budget.weights - budget.activations - budget.workspace
+    most = config.max_num_seqs * -(-max_model_len // layout.block_size) * len(layout.groups) * layout.page_bytes
+    if left < layout.page_bytes:
+        raise OctavoError(
+            f"no memory is left for KV: {usable} usable bytes (memory_utilization {config.memory_utilization} of "
+            f"{budget.total}) less {budget.weights} weights, {budget.activations} activations and "
+            f"{budget.workspace} workspace is {left}; free memory, raise memory_utilization or lower "
+            "max_num_batched_tokens."
+        )
+    return min(left, most)
+
+
+def _scheduler_config(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        admission=config.admission,
+        victims=config.victims,
+        max_preemptions=config.max_preemptions,
+        max_skips=config.max_skips,
+        order=config.order,
+        max_queue=config.max_queue,
+    )
+
+
+def log_header(
+    config: EngineConfig, loaded: LoadedModel, layout: Layout, pages: int, settings: SchedulerConfig
+) -> LogHeader:
+    """What a decision log of this engine has to say first."""
+    return LogHeader(
+        strategy=config.kv_strategy,
+        pages=pages,
+        block_size=config.block_size,
+        windows=layout.windows,
+        sharing=config.enable_prefix_caching,
+        scheduler=settings,
+        engine_identity=(loaded.name, str(loaded.dtype)),
+    )
+
+
+def _fit_length(config: EngineConfig, layout: Layout, kv_bytes: int, longest_model: int) -> int:
+    """The longest sequence the engine promises: as configured, else the model's length or what the pool can hold.
+
+    Raises OctavoError with what is needed and what is possible if the pool cannot keep a configured promise.
+    """
+    pages = kv_bytes // layout.page_bytes
+    if pages < len(layout.groups):
+        need = layout.page_bytes * len(layout.groups)
+        raise OctavoError(
+            f"kv_memory is {kv_bytes} bytes, less than one block: {config.block_size} tokens need {need} bytes; "
+            "raise kv_memory or lower block_size."
+        )
+    kv = make_manager(
+        "growing" if config.kv_strategy.startswith("reserve") else config.kv_strategy,
+        pages,
+        config.block_size,
+        max_model_len=longest_model,
+        windows=layout.windows,
+        chunk=config.max_num_batched_tokens,
+    )
+    possible = longest_length(kv)
+    if config.max_model_len is None:
+        return min(longest_model, possible)
+    if config.max_model_len > possible:
+        need = kv.ceiling_blocks(config.max_model_len, config.max_model_len) * kv.pages_per_block * layout.page_bytes
+        raise OctavoError(
+            f"max_model_len is {config.max_model_len} tokens, which need {need} bytes of KV; there are {kv_bytes}, "
+            f"enough for {possible} tokens; set max_model_len to {possible} or less, or raise kv_memory to {need}."
+        )
+    return config.max_model_len

@@ -1,0 +1,101 @@
+"""`octavo run MODEL "prompt"`: stream an answer and say what it cost."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from typing import Annotated
+
+import typer
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id, or demo.")],
+    prompt: Annotated[str | None, typer.Argument(help="Without a prompt: a chat on the terminal.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    kv_strategy: Annotated[str, typer.Option(help="Where KV goes.")] = "paged",
+    kv_memory: Annotated[str | None, typer.Option(help="KV bytes, e.g. 256MiB; default: what is left.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+) -> None:
+    """Answer PROMPT, streaming the text; then print TTFT, ITL and the KV memory used."""
+    from octavo.llm import LLM
+    from octavo.types import SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        device=device,
+        kv_strategy=kv_strategy,
+        kv_memory=kv_memory,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=8,
+    )
+    chat = llm.built.loaded.has_chat_template and not raw
+    if prompt is not None:
+        _answer(llm, llm.chat_prompt([{"role": "user", "content": prompt}]) if chat else prompt, params)
+        return
+    _converse(llm, params, chat)
+
+
+def _converse(llm, params, chat: bool) -> None:  # type: ignore[no-untyped-def]
+    from octavo.errors import OctavoError
+
+    messages: list[dict[str, str]] = []
+    print("Type a message; an empty line ends the chat.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if not line.strip():
+            return
+        messages.append({"role": "user", "content": line})
+        try:
+            text = _answer(llm, llm.chat_prompt(messages) if chat else line, params)
+        except OctavoError as error:
+            print(f"octavo run: {error}", file=sys.stderr)
+            return
+        messages.append({"role": "assistant", "content": text})
+
+
+def _answer(llm, prompt, params) -> str:  # type: ignore[no-untyped-def]
+    last = None
+    peak = 0
+    for output in llm.stream(prompt, params):
+        print(output.outputs[0].delta, end="", flush=True)
+        ledger = llm.engine.ledger()
+        peak = max(peak, ledger.live + ledger.slack + ledger.reserved)
+        last = output
+    print()
+    assert last is not None
+    _report(llm, last, peak)
+    return str(last.outputs[0].text)
+
+
+def _report(llm, output, peak_slots: int) -> None:  # type: ignore[no-untyped-def]
+    metrics, built = output.metrics, llm.built
+    times = metrics.token_times
+    if not times:
+        return
+    ttft = times[0] - metrics.arrival
+    gaps = [b - a for a, b in pairwise(times)]
+    itl = f"{1000 * sum(gaps) / len(gaps):.1f} ms" if gaps else "-"
+    slot_bytes = built.layout.page_bytes / built.config.block_size
+    kv = llm.engine.scheduler.kv
+    used = peak_slots * slot_bytes * kv.pages_per_block
+    print(
+        f"\n{len(output.prompt_token_ids)} prompt tokens ({metrics.cached_tokens} from the prefix cache), "
+        f"{len(times)} generated, finish: {output.outputs[0].finish_reason.value} | "
+        f"TTFT {1000 * ttft:.0f} ms, ITL {itl} | KV {used / 2**20:.1f} of {built.kv_bytes / 2**20:.0f} MiB "
+        f"({built.config.kv_strategy})",
+        file=sys.stderr,
+    )

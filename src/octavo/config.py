@@ -1,0 +1,71 @@
+"""The engine's settings: one frozen dataclass, built once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import OctavoError
+from octavo.kv.strategies import STRATEGIES
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """
+    model                   directory, .gguf file, hub id, or `demo`
+    kv_strategy             where KV goes: one of `STRATEGIES`
+    block_size              tokens in a block
+    kv_memory               bytes for KV; None: what is left of the device after weights and activations
+    memory_utilization      share of the device's memory the engine may use when `kv_memory` is None
+    max_model_len           longest sequence; None: what the model can take, or what the memory can
+    enable_prefix_caching   share equal prefixes (paged only)
+    """
+
+    model: str
+    kv_strategy: str = "paged"
+    block_size: int = 16
+    dtype: str = "auto"
+    device: str = "auto"
+    kv_memory: int | None = None
+    memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    admission: str = "peak"
+    victims: str = "cheapest"
+    max_preemptions: int = 3
+    max_skips: int = 8
+    order: str = "fcfs"
+    max_queue: int | None = None
+    seed: int | None = None
+    check: bool = False  # verify every invariant after each step: slow, for hunting bugs
+
+    def __post_init__(self) -> None:
+        if self.kv_strategy not in STRATEGIES:
+            raise OctavoError(f"kv_strategy is {self.kv_strategy!r}; it must be one of {', '.join(STRATEGIES)}.")
+        if self.block_size < 1:
+            raise OctavoError(f"block_size is {self.block_size}; it must be at least 1 token.")
+        if not 0 < self.memory_utilization <= 1:
+            raise OctavoError(f"memory_utilization is {self.memory_utilization}; it must be above 0 and at most 1.")
+        if self.kv_memory is not None and self.kv_memory <= 0:
+            raise OctavoError(f"kv_memory is {self.kv_memory} bytes; it must be positive.")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise OctavoError(f"max_model_len is {self.max_model_len}; it must be at least 1 token.")
+
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {unit + "b": factor for unit, factor in list(_UNITS.items()) if unit in "kmgt" and unit}
+_UNITS |= {unit + "i" + b: 1024**power for power, unit in enumerate("kmgt", 1) for b in ("", "b")}
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """'512MiB', '4GiB', '1.5GB' or a plain number of bytes. Raises OctavoError naming `name`."""
+    number = text.strip().rstrip("BbIiKkMmGgTt").strip()
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if unit not in _UNITS or value <= 0 or value != value or value == float("inf"):
+        raise OctavoError(f"{name} is {text!r}; it must be a positive size such as 512MiB, 4GiB or 1073741824.")
+    return int(value * _UNITS[unit])

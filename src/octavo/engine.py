@@ -1,0 +1,190 @@
+"""The engine: submit, step, abort, explain. Owns scheduler and runner; turns tokens into text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from octavo.clock import Clock
+from octavo.kv.api import Ledger
+from octavo.outputs import RequestOutput
+from octavo.runner.api import Runner, StepPlan, StepResult
+from octavo.scheduler.explain import Wait
+from octavo.scheduler.scheduler import Progress, Scheduler
+from octavo.text import LiveRequest, TextCodec
+from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence, Status
+
+
+class Watcher(Protocol):
+    """Something that looks on, such as a recorder. It never changes anything."""
+
+    def on_step(
+        self, scheduler: Scheduler, plan: StepPlan, progress: Seq[Progress], start: float, end: float
+    ) -> None: ...
+
+    def on_finish(self, seq: Sequence, reason: FinishReason, now: float) -> None: ...
+
+
+class Engine:
+    """One engine step is plan, run, settle. Not thread-safe: one caller drives it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        *,
+        codec: TextCodec | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        vocab_size: int | None = None,
+        watchers: Seq[Watcher] = (),
+        check: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.codec = codec
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._watchers = tuple(watchers)
+        self._check = check
+        self._live: dict[str, LiveRequest] = {}
+        self._count = 0
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def submit(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        arrival: float | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        identity: tuple[tuple[str, str], ...] = (),
+        output_length: int | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        """Queue a request and return its id. Raises RequestError, with nothing kept, for input that cannot run."""
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self._encode(prompt)
+        self._count += 1
+        now = self.clock.now()
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        request = Request(
+            id=request_id if request_id is not None else f"request-{self._count}",
+            prompt=tokens,
+            params=params,
+            arrival=now if arrival is None else arrival,
+            priority=priority,
+            tenant=tenant,
+            identity=identity,
+            stop_token_ids=stops,
+            output_length=output_length,
+            deadline=deadline,
+        )
+        if params.stop and self.codec is None:
+            raise RequestError("stop strings need a model with a tokenizer; use stop_token_ids.", field="stop")
+        seqs = self.scheduler.submit(request, now)
+        self._live[request.id] = LiveRequest(request, text, seqs, self.codec)
+        return request.id
+
+    def _encode(self, prompt: str | Seq[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self.codec is None:
+                raise RequestError("the model has no tokenizer; give the prompt as token ids.", field="prompt")
+            return tuple(self.codec.encode(prompt))
+        limit = self._vocab_size
+        for token in prompt:
+            if not isinstance(token, int) or token < 0 or (limit is not None and token >= limit):
+                raise RequestError(
+                    f"prompt has token id {token!r}; ids are integers from 0 to {(limit or 0) - 1}.", field="prompt"
+                )
+        return tuple(prompt)
+
+    def step(self) -> list[RequestOutput]:
+        """One step; returns the requests that moved, with the text that came."""
+        start = self.clock.now()
+        plan = self.scheduler.plan(start)
+        try:
+            result = self.runner.run(plan) if not plan.empty else StepResult(())
+        except Exception as error:
+            return self._failed(plan, error)
+        now = self.clock.now()
+        progress = self.scheduler.settle(plan, result, now)
+        outputs = self._collect(plan, progress, result, now)
+        for watcher in self._watchers:
+            watcher.on_step(self.scheduler, plan, progress, start, now)
+        if self._check:
+            self.scheduler.check()
+        return outputs
+
+    def _collect(self, plan: StepPlan, progress: Seq[Progress], result: StepResult, now: float) -> list[RequestOutput]:
+        for work in plan.work if result.prompt_logprobs else ():
+            if work.seq.id in result.prompt_logprobs and work.seq.request.id in self._live:
+                values = result.prompt_logprobs[work.seq.id]
+                self._live[work.seq.request.id].take_prompt_logprobs(work.start, values)
+        moved: dict[str, LiveRequest] = {}
+        for item in progress:
+            live = self._live[item.seq.request.id]
+            moved[item.seq.request.id] = live
+            matched = live.advance(item, result, now)
+            if matched and item.seq.status is not Status.FINISHED:
+                self.scheduler.stop(item.seq, FinishReason.STOP, now)
+                self._ended(item.seq, FinishReason.STOP, now)
+            elif item.finished is not None:
+                self.runner.forget(item.seq)
+        outputs = []
+        for request_id, live in moved.items():
+            output = live.output()
+            outputs.append(output)
+            if output.finished:
+                del self._live[request_id]
+        return outputs
+
+    def _failed(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        """The runner could not run the step: its requests end with the error, all others go on."""
+        if not plan.work:
+            raise error
+        now = self.clock.now()
+        for seq in self.scheduler.fail(plan, now):
+            self._ended(seq, FinishReason.ERROR, now)
+        failed = [self._live.pop(r) for r in dict.fromkeys(work.seq.request.id for work in plan.work)]
+        return [live.output(error=f"the step failed: {error}") for live in failed]
+
+    def _ended(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        self.runner.forget(seq)
+        for watcher in self._watchers:
+            watcher.on_finish(seq, reason, now)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and give its memory back at once; returns what it had. None: unknown or already ended."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return None
+        now = self.clock.now()
+        for seq in self.scheduler.abort(request_id, now):
+            self._ended(seq, FinishReason.ABORT, now)
+        return live.output()
+
+    def explain(self, request_id: str) -> Wait | None:
+        """Why a request does not run; None if it runs or is unknown."""
+        return self.scheduler.explain(request_id, self.clock.now())
+
+    def ledger(self) -> Ledger:
+        """Where every slot of the KV pool is."""
+        return self.scheduler.ledger()
+
+    def drain(self, on_output: Callable[[RequestOutput], None] = lambda output: None) -> list[RequestOutput]:
+        """Step until nothing is left; returns the finished requests in the order in which they ended."""
+        done = []
+        while self.busy:
+            for output in self.step():
+                on_output(output)
+                if output.finished:
+                    done.append(output)
+        return done

@@ -1,0 +1,197 @@
+"""The decision log: every input and decision as JSON lines or msgpack, and replaying a log to the same decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgpack
+
+from octavo import events as ev
+from octavo.errors import OctavoError
+from octavo.kv.strategies import make_manager
+from octavo.runner.api import StepPlan, StepResult
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LogHeader:
+    """What a replay needs to build the same scheduler and KV manager."""
+
+    strategy: str
+    pages: int
+    block_size: int
+    windows: tuple[int | None, ...]
+    sharing: bool
+    scheduler: SchedulerConfig
+    engine_identity: tuple[str, ...] = ()
+
+    def build(self, sink: ev.Sink) -> Scheduler:
+        kv = make_manager(
+            self.strategy,
+            self.pages,
+            self.block_size,
+            max_model_len=self.scheduler.max_model_len,
+            windows=self.windows,
+            chunk=self.scheduler.max_num_batched_tokens,
+            sharing=self.sharing,
+        )
+        return Scheduler(self.scheduler, kv, sink, engine_identity=self.engine_identity)
+
+
+class LogError(OctavoError):
+    """The log cannot be read: which file, which record, why."""
+
+
+class LogWriter:
+    """Writes events as they come; `.msgpack` files in msgpack, all others as JSON lines. Use as a sink."""
+
+    def __init__(self, path: str | Path, header: LogHeader) -> None:
+        self.path = Path(path)
+        self._binary = self.path.suffix == ".msgpack"
+        self._file: IO[Any] = self.path.open("wb" if self._binary else "w")
+        self._write({"octavo_log": VERSION, **_plain(header)})
+
+    def __call__(self, event: ev.Event) -> None:
+        self._write({"event": type(event).__name__, **_plain(event)})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._binary:
+            self._file.write(msgpack.packb(record))
+        else:
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return value.value if hasattr(value, "value") else value
+
+
+def read_log(path: str | Path) -> tuple[LogHeader, Iterator[dict[str, Any]]]:
+    """The header and the events of a log, as plain records. Raises LogError."""
+    records = _records(Path(path))
+    try:
+        first = next(records)
+        if first.get("octavo_log") != VERSION:
+            raise LogError(f"{path} is no Octavo log of version {VERSION}: its first record is {str(first)[:80]}.")
+        scheduler = SchedulerConfig(**first["scheduler"])
+        header = LogHeader(
+            first["strategy"],
+            first["pages"],
+            first["block_size"],
+            tuple(first["windows"]),
+            first["sharing"],
+            scheduler,
+            tuple(first["engine_identity"]),
+        )
+    except (StopIteration, KeyError, TypeError) as error:
+        raise LogError(f"{path} has no usable header record: {error!r}.") from error
+    return header, records
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise LogError(f"log {path} does not exist.")
+    if path.suffix == ".msgpack":
+        with path.open("rb") as file:
+            yield from msgpack.Unpacker(file, strict_map_key=False)
+        return
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise LogError(f"{path}, line {number}: not JSON ({error}).") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Outcome of a replay: events compared, and the first pair that differs (recorded, replayed)."""
+
+    events: int
+    difference: tuple[dict[str, Any] | None, dict[str, Any] | None] | None
+
+
+def replay(path: str | Path) -> Replay:
+    """Feed a log's inputs to a fresh scheduler and compare every event it makes with the recorded one."""
+    header, records = read_log(path)
+    made: list[dict[str, Any]] = []
+    scheduler = header.build(lambda event: made.append({"event": type(event).__name__, **_plain(event)}))
+    replayer = _Replayer(scheduler)
+    count = 0
+    for record in records:
+        if not made:  # everything recorded so far was re-made: this record is an input, or a difference
+            replayer.feed(record)
+        if not made or _canonical(made[0]) != _canonical(record):
+            return Replay(count, (record, made[0] if made else None))
+        made.pop(0)
+        count += 1
+    return Replay(count, (None, made[0]) if made else None)
+
+
+def _canonical(record: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(record, sort_keys=True))
+
+
+class _Replayer:
+    """Turns recorded inputs back into calls."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._plan: StepPlan | None = None
+        self._seqs: dict[int, Sequence] = {}
+
+    def feed(self, record: dict[str, Any]) -> None:
+        kind = record["event"]
+        if kind in ("Submitted", "Refused"):
+            self._submit(record)
+        elif kind == "Stopped" and record["seq"] in self._seqs:
+            reason = FinishReason(record["reason"])
+            self._scheduler.stop(self._seqs[record["seq"]], reason, record["now"])
+        elif kind == "Settled" and self._plan is not None:
+            tokens = tuple(tuple(drawn) for drawn in record["tokens"])
+            self._scheduler.settle(self._plan, StepResult(tokens), record["now"])
+        elif kind == "PlanBegan":
+            self._plan = self._scheduler.plan(record["now"])
+        elif kind == "Failed" and self._plan is not None:
+            self._scheduler.fail(self._plan, record["now"])
+        elif kind == "PreemptAsked":
+            self._scheduler.preempt(record["request"], record["now"])
+        elif kind == "CacheReset":
+            self._scheduler.reset_cache()
+
+    def _submit(self, record: dict[str, Any]) -> None:
+        fields_ = dict(record["request"])
+        params = dict(fields_.pop("params"))
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        request = Request(
+            **{
+                **fields_,
+                "prompt": tuple(fields_["prompt"]),
+                "params": SamplingParams(**params),
+                "identity": tuple(tuple(pair) for pair in fields_["identity"]),
+                "stop_token_ids": frozenset(fields_["stop_token_ids"]),
+            }
+        )
+        try:
+            for seq in self._scheduler.submit(request, record["now"]):
+                self._seqs[seq.id] = seq
+        except RequestError:
+            return  # the refusal is an event of its own and is compared like any other

@@ -1,0 +1,179 @@
+"""A GGUF file's header without its tokenizer and its weights: what sizing a model needs, in milliseconds.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian). Pure Python over
+a memory map: of the vocabulary only its length is kept, and tensor data is never touched.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from octavo.models.errors import ModelError
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_KEPT = 4096  # longer arrays (vocabulary, merges, scores) are kept as their length only
+
+#: ggml type → (values in a block, bytes of a block); ggml.h and gguf-py's GGML_QUANT_SIZES.
+_BLOCKS = {
+    **{0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40)},
+    **{10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292)},
+    **{16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110)},
+    **{22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8)},
+    **{29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF header says.
+
+    metadata      scalars, strings and short arrays
+    lengths       key → length of an array too long to keep
+    tensor_names  names of the tensors
+    parameters    values in all tensors
+    weight_bytes  bytes of all tensors
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    lengths: Mapping[str, int]
+    tensor_names: frozenset[str]
+    parameters: int
+    weight_bytes: int
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+
+class _Cursor:
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.at = data, path, 0
+
+    def skip(self, size: int) -> int:
+        """Move past `size` bytes and return where they began."""
+        start = self.at
+        self.at += size
+        if self.at > len(self.data):
+            raise truncated(self.path, self.at, len(self.data))
+        return start
+
+    def scalar(self, code: str) -> Any:
+        size = struct.calcsize(f"<{code}")
+        return struct.unpack_from(f"<{code}", self.data, self.skip(size))[0]
+
+    def string(self) -> str:
+        size = self.scalar("Q")
+        start = self.skip(size)
+        return self.data[start : start + size].decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """A metadata value; a long array as an `int` inside a `_Length`."""
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise ModelError(f"{self.path} is not a valid GGUF file: metadata value type {kind} is unknown.")
+        item, count = self.scalar("I"), self.scalar("Q")
+        if item in _SCALARS:
+            code = _SCALARS[item]
+            start = self.skip(count * struct.calcsize(f"<{code}"))
+            if count > _KEPT:
+                return _Length(count)
+            return list(struct.unpack_from(f"<{count}{code}", self.data, start))
+        if item == _STRING and count > _KEPT:
+            self._skip_strings(count)
+            return _Length(count)
+        return [self.value(item) for _ in range(min(count, len(self.data)))]
+
+    def _skip_strings(self, count: int) -> None:
+        # The hot loop of a large vocabulary: no call per string.
+        data, at, end, unpack = self.data, self.at, len(self.data) - 8, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at > end:
+                raise truncated(self.path, at + 8, len(data))
+            at += 8 + unpack(data, at)[0]
+        self.at = at
+        self.skip(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    value: int
+
+
+def truncated(path: Path, needed: int, size: int) -> ModelError:
+    """The error for a file that ends too early."""
+    return ModelError(
+        f"{path} is a truncated GGUF file: it needs {needed:,} bytes and has {size:,}; download it again."
+    )
+
+
+def read_header(path: str | Path) -> GgufHeader:
+    """Read the header of a GGUF file and check that every tensor lies inside the file.
+
+    Raises ModelError in one sentence if the file is absent, not GGUF, truncated, or of an unknown version.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            if size < 24:
+                raise ModelError(f"{path} is not a GGUF file: it has {size} bytes, fewer than a header.")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse(_Cursor(data, path))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _parse(cursor: _Cursor) -> GgufHeader:
+    path = cursor.path
+    start = cursor.skip(4)
+    if cursor.data[start : start + 4] != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file: it does not start with the letters GGUF.")
+    version = cursor.scalar("I")
+    if version not in (2, 3):
+        raise ModelError(f"{path} has GGUF version {version}; little-endian versions 2 and 3 are supported.")
+    tensors, keys = cursor.scalar("Q"), cursor.scalar("Q")
+    metadata: dict[str, Any] = {}
+    lengths: dict[str, int] = {}
+    for _ in range(keys):
+        key = cursor.string()
+        value = cursor.value(cursor.scalar("I"))
+        if isinstance(value, _Length):
+            lengths[key] = value.value
+        else:
+            metadata[key] = value
+    if not isinstance(metadata.get("general.architecture"), str):
+        raise ModelError(f"{path} has no general.architecture in its metadata, so its model cannot be read.")
+    names, parameters, weight_bytes = _tensor_table(cursor, tensors, int(metadata.get("general.alignment", 32)))
+    return GgufHeader(path, metadata, lengths, names, parameters, weight_bytes)
+
+
+def _tensor_table(cursor: _Cursor, count: int, alignment: int) -> tuple[frozenset[str], int, int]:
+    """Names, number of values and bytes of all tensors."""
+    names, parameters, total, end = [], 0, 0, 0
+    for _ in range(count):
+        name = cursor.string()
+        dims = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
+        kind, offset = cursor.scalar("I"), cursor.scalar("Q")
+        if kind not in _BLOCKS:
+            raise ModelError(f"{cursor.path} stores tensor {name} in the unknown format {kind}.")
+        values, size = _BLOCKS[kind]
+        number = prod(dims)
+        names.append(name)
+        parameters += number
+        total += number // values * size
+        end = max(end, offset + number // values * size)
+    data_start = -(-cursor.at // alignment) * alignment
+    if data_start + end > len(cursor.data):
+        raise truncated(cursor.path, data_start + end, len(cursor.data))
+    return frozenset(names), parameters, total

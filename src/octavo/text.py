@@ -1,0 +1,152 @@
+"""The text side of a running request: detokenising, stop strings, logprobs, and the output it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from octavo.detokenize import Detokenizer, StopChecker
+from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.runner.api import StepResult, TokenLogprobs
+from octavo.scheduler.scheduler import Progress
+from octavo.types import FinishReason, Request, Sequence, Status
+
+
+class TextCodec(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Seq[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class _Sample:
+    """Text state of one sequence."""
+
+    def __init__(self, seq: Sequence, codec: TextCodec | None) -> None:
+        params = seq.request.params
+        self.seq = seq
+        self.text = ""
+        self.delta = ""
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.stop_reason: str | int | None = None
+        self.reason: FinishReason | None = None
+        self._detokenizer = codec and Detokenizer(
+            codec, seq.request.prompt, skip_special_tokens=params.skip_special_tokens
+        )
+        self._stops = StopChecker(params.stop, include=params.include_stop_str_in_output)
+
+    def add(self, token: int) -> bool:
+        """Take one token; True if a stop string is complete."""
+        if self._detokenizer is None:
+            return False
+        ended_by_it = self.seq.finish_reason is FinishReason.STOP and self.seq.stop_match == token
+        return self._emit("" if ended_by_it else self._detokenizer.add(token))
+
+    def _emit(self, piece: str) -> bool:
+        if self.seq.generated <= self.seq.request.params.min_tokens > 0:
+            self._show(piece)  # before min_tokens a stop string has no effect: its text passes through
+            return False
+        safe, match = self._stops.feed(piece)
+        self._show(safe)
+        self.stop_reason = match
+        return match is not None
+
+    def _show(self, text: str) -> None:
+        self.delta += text
+        self.text += text
+
+    def end(self) -> None:
+        """Nothing more comes: let go of what was held back, unless that completes a stop string."""
+        if self.stop_reason is None and self._detokenizer is not None:
+            self._emit(self._detokenizer.flush())
+        if self.stop_reason is None:
+            self._show(self._stops.flush())
+            self.stop_reason = self.seq.stop_match
+            self.reason = self.seq.finish_reason
+        else:
+            self.reason = FinishReason.STOP
+
+
+class LiveRequest:
+    """A request between submit and its last token."""
+
+    def __init__(self, request: Request, prompt: str | None, seqs: list[Sequence], codec: TextCodec | None) -> None:
+        self.request = request
+        self.seqs = seqs
+        self._prompt = prompt
+        self._samples = {seq.id: _Sample(seq, codec) for seq in seqs}
+        self._token_times: list[float] = []
+        self._finished: float | None = None
+        self._blocks = 0
+        wants = request.params.prompt_logprobs is not None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] * len(request.prompt) if wants else None
+
+    def advance(self, item: Progress, result: StepResult, now: float) -> bool:
+        """Take what a sequence got out of a step; True if one of its stop strings is complete."""
+        seq, sample = item.seq, self._samples[item.seq.id]
+        matched = False
+        if item.token is not None:
+            if seq.index == 0:
+                self._token_times.append(now)
+            if sample.logprobs is not None and seq.id in result.logprobs:
+                sample.logprobs.append(result.logprobs[seq.id])
+            matched = sample.add(item.token)
+        if matched or item.finished is not None:
+            sample.end()
+        if all(other.reason is not None for other in self._samples.values()):
+            self._finished = now
+        return matched
+
+    def take_prompt_logprobs(self, start: int, values: Seq[TokenLogprobs]) -> None:
+        """Logprobs of the prompt tokens at positions start+1 and on."""
+        if self._prompt_logprobs is not None:
+            for i, value in enumerate(values, start + 1):
+                if i < len(self._prompt_logprobs):
+                    self._prompt_logprobs[i] = value
+
+    def output(self, error: str | None = None) -> RequestOutput:
+        """The request as of now; clears the deltas."""
+        outputs = tuple(self._completion(sample) for sample in self._samples.values())
+        first = self.seqs[0]
+        generated = sum(seq.generated for seq in self.seqs)
+        if error is None and first.stop_match == "deadline":
+            error = "the request's deadline passed before there was room for it; nothing was computed"
+        return RequestOutput(
+            request_id=self.request.id,
+            prompt=self._prompt,
+            prompt_token_ids=self.request.prompt,
+            outputs=outputs,
+            finished=all(seq.status is Status.FINISHED for seq in self.seqs),
+            metrics=RequestMetrics(
+                arrival=self.request.arrival,
+                admitted=first.admitted_at,
+                first_token=self._token_times[0] if self._token_times else None,
+                finished=self._finished,
+                token_times=tuple(self._token_times),
+                cached_tokens=first.reused,
+                preemptions=sum(seq.preemptions for seq in self.seqs),
+            ),
+            prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
+            error=error,
+            usage={
+                "prompt_tokens": len(self.request.prompt),
+                "completion_tokens": generated,
+                "cached_tokens": first.reused,
+            },
+        )
+
+    def _completion(self, sample: _Sample) -> CompletionOutput:
+        delta, sample.delta = sample.delta, ""
+        seq, logprobs = sample.seq, sample.logprobs
+        return CompletionOutput(
+            index=seq.index,
+            text=sample.text,
+            tokens=seq.tokens,
+            span=(seq.prompt_length, len(seq.tokens)),
+            delta=delta,
+            finish_reason=sample.reason or seq.finish_reason,
+            stop_reason=sample.stop_reason,
+            logprobs=None if logprobs is None else tuple(logprobs),
+            cumulative_logprob=None if logprobs is None else sum(lp.logprob for lp in logprobs),
+        )

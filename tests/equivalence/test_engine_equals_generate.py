@@ -1,0 +1,87 @@
+"""Greedy tokens in float32 equal transformers' generate under every strategy, block, chunk, batch, preemption and
+cache state."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from octavo.kv.strategies import STRATEGIES
+from tests.equivalence.harness import engine_for, generate, real_subject, tiny_subject
+from tests.runner.tiny import TINY
+
+FULL_MATRIX = list(itertools.product((1, 4, 16), (8, 64), (1, 8)))
+COVERING = [(1, 64, 8), (4, 8, 8), (16, 64, 1), (16, 8, 8)]  # every value, and every pair with the chunk size
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_block_chunk_and_batch_cold_and_warm(strategy: str) -> None:
+    subject = tiny_subject("llama")
+    for block, chunk, batch in FULL_MATRIX:
+        built = engine_for(subject, strategy=strategy, block=block, chunk=chunk, batch=batch)
+        cold, warm = generate(built, subject, rounds=2)
+        assert cold == subject.wanted, f"block {block}, chunk {chunk}, batch {batch}, cold cache"
+        assert warm == subject.wanted, f"block {block}, chunk {chunk}, batch {batch}, warm cache"
+        if strategy == "paged":
+            assert built.engine.scheduler.totals.hit_tokens > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", TINY)
+def test_architectures(name: str, strategy: str) -> None:
+    subject = tiny_subject(name)
+    for block, chunk, batch in COVERING:
+        built = engine_for(subject, strategy=strategy, block=block, chunk=chunk, batch=batch)
+        for answer in generate(built, subject, rounds=2):
+            assert answer == subject.wanted, f"{name}, {strategy}: block {block}, chunk {chunk}, batch {batch}"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", TINY)
+def test_each_request_preempted_twice(name: str, strategy: str) -> None:
+    subject = tiny_subject(name)
+    for block, chunk, caching in ((4, 8, True), (16, 64, False)):
+        built = engine_for(subject, strategy=strategy, block=block, chunk=chunk, enable_prefix_caching=caching)
+        (answer,) = generate(built, subject, preempt_every=5)
+        assert answer == subject.wanted, f"{name}, {strategy}: block {block}, chunk {chunk}, caching {caching}"
+
+
+@pytest.mark.parametrize("strategy", ["growing", "paged"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_pool_too_small_for_all(name: str, strategy: str) -> None:
+    subject = tiny_subject(name)
+    built = engine_for(
+        subject, strategy=strategy, block=4, chunk=16, pool_tokens=100, max_model_len=96, admission="prompt"
+    )
+    (answer,) = generate(built, subject)
+    assert answer == subject.wanted
+    assert built.engine.scheduler.totals.preemptions > 0
+
+
+REAL = {
+    "demo": (3, 15, 16, 17, 33, 130, 250, 520),
+    "gemma3-270m": (3, 15, 16, 17, 33, 130, 500, 560),  # beyond its window of 512
+}
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", REAL)
+def test_real_models(name: str, strategy: str) -> None:
+    subject = real_subject(name, REAL[name], 64)
+    for block, chunk, batch in ((16, 64, 8), (4, 64, 1) if strategy == "paged" else (1, 64, 8)):
+        built = engine_for(
+            subject,
+            strategy=strategy,
+            block=block,
+            chunk=chunk,
+            batch=batch,
+            pool_tokens=8192,
+            max_model_len=640,
+        )
+        (cold,) = generate(built, subject)
+        assert cold == subject.wanted, f"{name}, {strategy}: block {block}, chunk {chunk}, batch {batch}"
+        (warm,) = generate(built, subject, preempt_every=40)
+        assert warm == subject.wanted, f"{name}, {strategy}: preempted, warm cache"
