@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _BROKEN = "\ufffd"
-_MOST_BROKEN = 3  # replacement characters that an unfinished UTF-8 character can show as (byte-fallback tokenizers)
+_MOST_PENDING = 3  # tokens that an unfinished UTF-8 character (4 bytes) can consist of
 _CONTEXT = 6  # prompt tokens that tell a sentencepiece decoder whether a space begins the text
 
 
@@ -24,54 +24,54 @@ class Decoder(Protocol):
 class Detokenizer:
     """Incremental detokenisation of one sequence.
 
-    The pieces that `feed` and `flush` return, joined, are the text of all tokens, decoded after the prompt. Works on
-    byte-level BPE, byte-fallback and sentencepiece vocabularies, because it only compares decoded texts: those of the
-    last few tokens with and without the new ones.
+    The pieces that `feed` and `flush` return, joined, are the text of all tokens, decoded after the prompt (a broken
+    byte may show as another number of U+FFFD than in one decoding of everything). Works on byte-level BPE,
+    byte-fallback and sentencepiece vocabularies, because it only compares decoded texts: those of the tokens before
+    (context) with and without the pending ones.
     """
 
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._ids = list(prompt[-_CONTEXT:])
-        self._read = len(self._ids)  # ids whose text has been returned in full
-        self._sent = 0  # characters of the rest that have been returned already
-        self._before = self._decode(0, self._read)
+        self._context = list(prompt[-_CONTEXT:])
+        self._before = self._decode(self._context)
+        self._pending: list[int] = []
 
     def feed(self, ids: Iterable[int]) -> str:
         """Add tokens; returns the text that is complete now, perhaps none."""
         out = []
         for token in ids:
-            self._ids.append(token)
-            out.append(self._advance(final=False))
+            self._pending.append(token)
+            text = self._text(self._pending)
+            if not text.endswith(_BROKEN):
+                out.append(self._release(len(self._pending), text))
+            elif len(self._pending) > _MOST_PENDING:  # no character is that long: the first of them is broken
+                out.append(self._release(1, self._text(self._pending[:1])))
         return "".join(out)
 
     def flush(self) -> str:
-        """The end: whatever is left, unfinished characters as U+FFFD."""
-        return self._advance(final=True)
+        """The end: whatever is left, an unfinished character as U+FFFD."""
+        return self._release(len(self._pending), self._text(self._pending))
 
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
-    def _advance(self, final: bool) -> str:
-        text = self._decode(0, len(self._ids))[len(self._before) :]
-        broken = 0 if final else _trailing_broken(text)
-        ready = text[self._sent : len(text) - broken]
-        if broken:
-            self._sent += len(ready)
-        elif text:
-            self._restart()
-        return ready
+    def _text(self, ids: list[int]) -> str:
+        """What `ids` add to the context."""
+        text = self._decode(self._context + ids)
+        if text.startswith(self._before):
+            return text[len(self._before) :]
+        return self._decode(ids)  # a broken byte spoils the whole run of bytes before it (byte-fallback decoders)
 
-    def _restart(self) -> None:
-        """All text is out: keep the tokens since the last restart as context and drop those before."""
-        del self._ids[: self._read]
-        self._read, self._sent = len(self._ids), 0
-        self._before = self._decode(0, self._read)
-
-
-def _trailing_broken(text: str) -> int:
-    """Replacement characters at the end of `text` that further bytes may still turn into a character."""
-    return min(len(text) - len(text.rstrip(_BROKEN)), _MOST_BROKEN)
+    def _release(self, count: int, text: str) -> str:
+        """Return the text of the first `count` pending tokens; they become the context if they show anything."""
+        if text:
+            self._context = self._pending[:count]
+            self._before = self._decode(self._context)
+            del self._pending[:count]
+        elif count < len(self._pending):
+            del self._pending[:count]
+        return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,16 +41,16 @@ class _Sample:
         if self._detokenizer is None:
             return False
         ended_by_it = self.seq.finish_reason is FinishReason.STOP and self.seq.stop_match == token
-        return self._emit("" if ended_by_it else self._detokenizer.add(token))
+        return self._emit("" if ended_by_it else self._detokenizer.feed((token,)))
 
     def _emit(self, piece: str) -> bool:
         if self.seq.generated <= self.seq.request.params.min_tokens > 0:
             self._show(piece)  # before min_tokens a stop string has no effect: its text passes through
             return False
-        safe, match = self._stops.feed(piece)
-        self._show(safe)
-        self.stop_reason = match
-        return match is not None
+        stopped = self._stops.feed(piece)
+        self._show(stopped.text)
+        self.stop_reason = stopped.match
+        return stopped.match is not None
 
     def _show(self, text: str) -> None:
         self.delta += text

@@ -15,6 +15,7 @@ FULL_MATRIX = list(itertools.product((1, 4, 16), (8, 64), (1, 8)))
 COVERING = [(1, 64, 8), (4, 8, 8), (16, 64, 1), (16, 8, 8)]  # every value, and every pair with the chunk size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_block_chunk_and_batch_cold_and_warm(strategy: str) -> None:
     subject = tiny_subject("llama")
@@ -27,6 +28,25 @@ def test_every_block_chunk_and_batch_cold_and_warm(strategy: str) -> None:
             assert built.engine.scheduler.totals.hit_tokens > 0
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_paged_serves_every_architecture(name: str) -> None:
+    subject = tiny_subject(name)
+    built = engine_for(subject, block=4, chunk=16, batch=8)
+    for answer in generate(built, subject, rounds=2):
+        assert answer == subject.wanted
+    (answer,) = generate(engine_for(subject, block=4, chunk=16), subject, preempt_every=5)
+    assert answer == subject.wanted, "preempted twice"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_every_strategy_gives_the_same_tokens(name: str, strategy: str) -> None:
+    subject = tiny_subject(name)
+    (answer,) = generate(engine_for(subject, strategy=strategy, block=4, chunk=16), subject)
+    assert answer == subject.wanted
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", TINY)
 def test_architectures(name: str, strategy: str) -> None:
@@ -37,6 +57,7 @@ def test_architectures(name: str, strategy: str) -> None:
             assert answer == subject.wanted, f"{name}, {strategy}: block {block}, chunk {chunk}, batch {batch}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", TINY)
 def test_each_request_preempted_twice(name: str, strategy: str) -> None:

@@ -7,23 +7,15 @@ list where the published config has none), so that `spec_from_config` has to fin
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from octavo.kv.params import count_parameters
-from octavo.kv.spec import LayerKind, spec_from_config
+from octavo.kv.spec import ConfigError, KVSpec, LayerKind, spec_from_config
 from octavo.planner.catalogue import find_model, model_names
-
-SHARED = Path(os.environ.get("OCTAVO_SHARED") or Path(__file__).resolve().parents[3] / "shared")
-FACTS = SHARED / "facts" / "models.json"
-
-
-def facts() -> list[dict[str, Any]]:
-    return json.loads(FACTS.read_text())["models"] if FACTS.exists() else []
-
 
 Config = dict[str, Any]
 NAMES = {"F": "full_attention", "S": "sliding_attention", "C": "chunked_attention", "L": "linear_attention"}
@@ -138,7 +130,13 @@ def nemotron_h(m: Mapping[str, Any]) -> Config:
 def nemotron_nas(m: Mapping[str, Any]) -> Config:
     group = m["num_attention_heads"] // m["num_key_value_heads"]
     blocks = [
-        {"attention": {"n_heads_in_group": group if k == "F" else None, "no_op": k != "F", "replace_with_linear": False}}
+        {
+            "attention": {
+                "n_heads_in_group": group if k == "F" else None,
+                "no_op": k != "F",
+                "replace_with_linear": False,
+            }
+        }
         for k in m["layer_kinds"]
     ]
     return {**renamed(m, {"num_key_value_heads": ""}), "block_configs": blocks, "num_key_value_heads": None}
@@ -247,3 +245,100 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Config]] = {
 def published_config(m: Mapping[str, Any]) -> Config:
     """The config.json of this shape as its family publishes it."""
     return FAMILIES.get(m["model_type"], base)(m)
+
+
+#: Verified records whose published parameter count is not what the config gives, and why.
+COUNT_EXCEPTIONS = {
+    "MiniMaxAI/MiniMax-M2.7": "the facts leave out small norms (444,416 of them)",
+    "google/gemma-3-4b-it": "the facts take vocabulary 262,144; the config's class has 262,208 rows",
+    "google/gemma-3-12b-it": "as gemma-3-4b-it",
+    "google/gemma-3-27b-it": "as gemma-3-4b-it",
+}
+
+
+#: Fixture name → which of the verified records it runs over.
+SELECTIONS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "record": lambda m: True,
+    "counted": lambda m: (m["params"]["method"] or "").startswith("computed"),
+    "recurrent": lambda m: "bytes_per_sequence_ssm_fp32_conv_2B" in (m["linear_state"] or {}),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name, wanted in SELECTIONS.items():
+        if name in metafunc.fixturenames:
+            path = Path(metafunc.config.getoption("--shared")) / "facts" / "models.json"
+            if not path.exists():
+                skip = pytest.mark.skip(reason=f"no facts at {path}; name the folder of shared/ with --shared")
+                metafunc.parametrize(name, [pytest.param(None, marks=skip)])
+                continue
+            chosen = [m for m in json.loads(path.read_text())["models"] if not m["unverified"] and wanted(m)]
+            metafunc.parametrize(name, chosen, ids=[m["id"] for m in chosen])
+
+
+def check_against(record: Mapping[str, Any], spec: KVSpec) -> None:
+    kv = record["kv"]
+    assert spec.growing == kv["bytes_per_token_growing"]
+    assert spec.windowed == kv["bytes_per_token_windowed"]
+    assert spec.bytes_per_token == kv["bytes_per_token_before_window"]
+    assert spec.window_tokens == kv["window_tokens"]
+    assert (spec.windowed_cap or None) == kv["windowed_cap_bytes_per_sequence"]
+    assert (spec.fixed_bytes or None) == kv["fixed_state_bytes_per_sequence_at_2B"]
+
+
+def test_published_config_gives_the_facts(record: Mapping[str, Any]) -> None:
+    config = published_config(record)
+    spec = spec_from_config(config)
+    check_against(record, spec)
+    assert spec.num_layers == record["num_hidden_layers"]
+    assert spec.max_positions == record["max_position_embeddings"]
+
+
+def test_layer_kinds_are_found(record: Mapping[str, Any]) -> None:
+    """Each letter of layer_kinds comes out at its own layer."""
+    spec = spec_from_config(published_config(record))
+    letters = ["K" if i in spec.shared else "N" for i in range(spec.num_layers)]
+    of_kind = {LayerKind.FULL: "F", LayerKind.LATENT: "F", LayerKind.WINDOW: "S", LayerKind.CHUNKED: "C"}
+    for group in spec.groups:
+        for layer in group.layers:
+            letters[layer] = of_kind.get(group.kind, "L")
+    assert "".join(letters) == record["layer_kinds"]
+
+
+def test_float32_ssm_state(recurrent: Mapping[str, Any]) -> None:
+    """mamba_ssm_dtype float32 doubles the recurrent state and leaves the convolution at 2 B."""
+    config = published_config(recurrent)
+    config.get("text_config", config)["mamba_ssm_dtype"] = "float32"
+    expected = recurrent["linear_state"]["bytes_per_sequence_ssm_fp32_conv_2B"]
+    assert spec_from_config(config).fixed_bytes == expected
+
+
+def test_catalogue_gives_the_facts(record: Mapping[str, Any]) -> None:
+    entry = find_model(record["id"])
+    assert entry is not None
+    check_against(record, spec_from_config(entry.config))
+    assert entry.parameters == record["params"]["total"]
+
+
+def test_parameters_are_counted(counted: Mapping[str, Any]) -> None:
+    ours = count_parameters(published_config(counted))
+    more = ours.total - counted["params"]["total"]
+    if counted["id"] not in COUNT_EXCEPTIONS:
+        assert more == 0
+        assert ours.doubt == 0
+    elif counted["model_type"] == "gemma3":
+        assert more == 64 * counted["hidden_size"]
+    else:
+        assert more == 444_416
+
+
+def test_every_catalogue_entry_is_sized_or_refused_in_a_sentence() -> None:
+    refused = []
+    for name in model_names():
+        entry = find_model(name)
+        assert entry is not None, name
+        try:
+            assert spec_from_config(entry.config).bytes_per_token > 0, name
+        except ConfigError:
+            refused.append(name)
+    assert refused == ["deepseek-ai/DeepSeek-V4-Flash"]

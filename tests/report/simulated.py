@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from octavo.clock import VirtualClock
 from octavo.kv.strategies import STRATEGIES, make_manager
@@ -59,10 +60,8 @@ def submit(scheduler: Scheduler, name: str, number: int, arrival: float, prompt:
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     tokens = tuple(number * 5000 + i for i in range(prompt))
     request = Request(prompt=tokens, params=params, id=name, arrival=arrival, output_length=output)
-    try:
+    with suppress(RequestError):  # refused: the recorder has it
         scheduler.submit(request, arrival)
-    except RequestError:
-        pass  # refused: the recorder has it
 
 
 def simulated(strategies: Sequence[str] = STRATEGIES, **settings) -> Comparison:

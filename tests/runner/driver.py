@@ -21,7 +21,8 @@ def make_sequence(
 ) -> Sequence:
     request = Request(f"r{number}", tuple(prompt), params, stop_token_ids=frozenset(stop))
     view = View(tuple([] for _ in range(groups)))
-    return Sequence(number, request, index, list(prompt), 10**6, KeyChain.__new__(KeyChain), view)
+    tokens = list(prompt)
+    return Sequence(number, request, index, tokens, 10**6, KeyChain(tokens, 16, b""), view)
 
 
 @dataclass

@@ -36,7 +36,7 @@ TINY: dict[str, Callable[[], Any]] = {
         **_with(head_dim=16, sliding_window=20, num_hidden_layers=4, query_pre_attn_scalar=16)
     ),
     "gemma3": lambda: tf.Gemma3TextConfig(
-        **_with(head_dim=16, sliding_window=12, num_hidden_layers=4, layer_types=[SLIDING, SLIDING, SLIDING, FULL])
+        **_with(head_dim=16, sliding_window=12, num_hidden_layers=6, query_pre_attn_scalar=16)
     ),
     "phi3": lambda: tf.Phi3Config(**BASE),
     "gpt2": lambda: tf.GPT2Config(vocab_size=199, n_embd=48, n_layer=3, n_head=4, n_positions=512),

@@ -2,9 +2,10 @@
 
     kv = utilization x device total - weights - activations - workspace
 
-Everything is counted on one tensor-parallel rank, in whole bytes. What is not known is an interval (`Amount`): the
-low end of the KV memory takes the high end of every cost. Blocks are counted per layer group, so a windowed group
-holds at most the blocks of `window - 1 + chunk` tokens, where `chunk` is what one step may compute of a sequence.
+Everything is counted on one tensor-parallel rank, in whole bytes. What is not known is an interval (`Amount`):
+the low end of the KV memory takes the high end of every cost. Blocks are counted per layer group, so a windowed
+group holds at most the blocks of `window - 1 + chunk` tokens, where `chunk` is what one step may compute of a
+sequence.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Pool:
     def group_blocks(self, group: LayerGroup, tokens: int) -> int:
         """Most blocks a sequence that grows to `tokens` ever holds in `group`.
 
-        A step that computes `chunk` tokens reads `window - 1` earlier ones; that run may start anywhere in a block.
+        A step that computes `chunk` tokens reads `window - 1` earlier ones; the run may start anywhere in a
+        block.
         """
         if group.kind is LayerKind.STATE:
             return 0
@@ -82,7 +84,9 @@ class Pool:
         return self.kv_bytes // self.sequence_bytes(tokens)
 
     def concurrency(self, tokens: int) -> float:
-        """`users` before rounding down, as engines print it at start."""
+        """`users` before rounding down, as engines print it at start: whole blocks where all blocks are alike."""
+        if self.blocks is not None:
+            return self.blocks / self.group_blocks(self.spec.groups[0], tokens)
         return self.kv_bytes / self.sequence_bytes(tokens)
 
     def longest(self) -> int | None:
@@ -121,7 +125,7 @@ class Pool:
 
 
 def kv_bytes_for(spec: KVSpec, users: int, tokens: int, *, block_size: int = 16, chunk: int = 512) -> int:
-    """The inverse of `Pool.users`: the fewest KV bytes in which `users` sequences of `tokens` run together."""
+    """The inverse of `Pool.users`: the least KV bytes in which `users` sequences of `tokens` run together."""
     for name, value in (("users", users), ("tokens", tokens)):
         if value < 1:
             raise BudgetError(f"{name} is {value}; it must be at least 1.")
@@ -136,9 +140,9 @@ def require_length(pool: Pool, tokens: int) -> None:
     longest = pool.longest()
     shorter = f"lower the maximum length to {longest}" if longest else "no length fits, not even one block"
     raise BudgetError(
-        f"A sequence of {tokens} tokens needs {needed} bytes of KV memory, there are {max(0, pool.kv_bytes)}: "
-        f"{needed - pool.kv_bytes} bytes short. Remedies: {shorter}; or give {needed} bytes of KV memory (more memory "
-        "or utilization, a smaller KV dtype or weight dtype, a larger tp)."
+        f"A sequence of {tokens} tokens needs {needed} bytes of KV memory, there are {pool.kv_bytes}: "
+        f"{needed - pool.kv_bytes} bytes short. Remedies: {shorter}; or give {needed} bytes of KV memory (more "
+        "memory or utilization, a smaller KV dtype or weight dtype, a larger tp)."
     )
 
 
@@ -154,32 +158,41 @@ class MemoryPlan:
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
-            raise BudgetError(f"utilization is {float(self.utilization):g}; it must be above 0 and at most 1.")
+            raise BudgetError(f"utilization is {float(self.utilization):g}; it must be in (0, 1].")
 
     @property
     def costs(self) -> Sequence[Amount]:
         return (self.weights, self.activations, self.workspace)
 
     def kv(self) -> Amount:
-        """What is left for KV. Raises BudgetError with the shortfall when the weights alone do not fit."""
+        """What is left for KV. Raises BudgetError with the shortfall when nothing is."""
         usable = Amount(self._share(self.total.low), self._share(self.total.high), self.total.source)
         if self.weights.low > usable.high:
             short = self.weights.low - usable.high
             raise BudgetError(
                 f"The weights need {self.weights.low} bytes ({self.weights.source}), the device gives "
-                f"{usable.high} ({float(self.utilization):g} of {self.total.high}): {short} bytes short. Remedies: "
-                f"a device of at least {self._device(self.weights.low)} bytes or more utilization; or a larger tp "
-                "or a smaller weight dtype."
+                f"{usable.high} ({float(self.utilization):g} of {self.total.high}): {short} bytes short. "
+                f"Remedies: a device of at least {self._device(self.weights.low)} bytes or more utilization; or a "
+                "larger tp or a smaller weight dtype."
             )
         low = usable.low - sum(cost.high for cost in self.costs)
         high = usable.high - sum(cost.low for cost in self.costs)
+        if high <= 0:
+            needed = sum(cost.low for cost in self.costs)
+            raise BudgetError(
+                f"Weights, activations and workspace need at least {needed} bytes, the device gives {usable.high} "
+                f"({float(self.utilization):g} of {self.total.high}): {1 - high} bytes short of a first byte of KV. "
+                f"Remedies: a device of more than {self._device(needed)} bytes or more utilization; or a larger tp, a "
+                "smaller weight dtype, or fewer sequences or tokens in a step."
+            )
         return Amount(low, high, "utilization x total - weights - activations - workspace")
 
     def device_for(self, kv_bytes: int) -> Amount:
         """The inverse of `kv`: the smallest device total that leaves `kv_bytes`, at low and at high costs."""
         low = kv_bytes + sum(cost.low for cost in self.costs)
         high = kv_bytes + sum(cost.high for cost in self.costs)
-        return Amount(self._device(low), self._device(high), "(kv + weights + activations + workspace) / utilization")
+        source = "(kv + weights + activations + workspace) / utilization"
+        return Amount(self._device(low), self._device(high), source)
 
     def _share(self, total: int) -> int:
         return total * self.utilization.numerator // self.utilization.denominator
@@ -193,8 +206,8 @@ def activation_allowance(
 ) -> Amount:
     """Peak of activations: an estimate, to be replaced by a measured profile.
 
-    `max_batched_tokens x (3 x mlp_width / tp + 4 x hidden) x 2 B + max_num_seqs x vocab x 12 B`; the second part is
-    the sampler's logits. The high end adds 0.7 GiB, the constant left by a fit to vLLM 0.19's measured peaks.
+    `max_batched_tokens x (3 x mlp_width / tp + 4 x hidden) x 2 B + max_num_seqs x vocab x 12 B`; the second
+    part is the sampler's logits. The high end adds 0.7 GiB, the constant left by a fit to vLLM 0.19's measured peaks.
     """
     step = max_batched_tokens * (3 * -(-mlp_width // tp) + 4 * hidden) * 2
     logits = max_num_seqs * vocab * 12
@@ -208,9 +221,9 @@ def activation_allowance(
 def workspace_allowance(tp: int) -> Amount:
     """Memory outside the allocator (context, NCCL buffers) and CUDA graphs: an interval of what engines measured.
 
-    vLLM 0.11 to 0.19 on H100: non-torch 0.13 to 0.27 GiB alone and 0.54 to 2.10 GiB with tensor parallelism; graphs
-    up to 1.03 GiB, and none in eager mode.
+    vLLM 0.11 to 0.19 on H100: non-torch 0.13 to 0.27 GiB alone and 0.54 to 2.10 GiB with tensor parallelism;
+    graphs up to 1.03 GiB, and none in eager mode.
     """
     low, high = (13, 27) if tp == 1 else (54, 210)
-    source = "estimate: driver context and buffers, with or without CUDA graphs (measured range of vLLM on H100)"
+    source = "estimate: driver context, buffers and CUDA graphs (measured range of vLLM on H100)"
     return Amount(low * GIB // 100, (high + 103) * GIB // 100, source)

@@ -50,7 +50,8 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an ask would be put: grow in place by `add` blocks, or take a new run at `start`."""
+    """Where an ask would be put: grow in place by `add` blocks, or take a new run of `size` at `start`. Refused: `add`
+    is what it would have taken."""
 
     why: Why
     size: int = 0
@@ -118,7 +119,7 @@ class Contiguous:
         need = self._blocks(max(ask.upto, self._sizer(ask)) if region is None else ask.upto)
         never = max(need, self._blocks(ask.ceiling)) - self.capacity
         if never > 0:
-            return _Place(Why.NEVER, short=never)
+            return _Place(Why.NEVER, add=need, short=never)
         if region is not None and need <= region.size:
             return _Place(Why.OK)
         if region is not None and not self._grow:
@@ -128,11 +129,11 @@ class Contiguous:
         have = 0 if region is None else region.size
         delta = need - have
         if ask.quota is not None and delta > ask.quota:
-            return _Place(Why.QUOTA, short=delta - ask.quota)
+            return _Place(Why.QUOTA, add=delta, short=delta - ask.quota)
         if delta > self.free:
-            return _Place(Why.FULL, short=delta - self.free)
+            return _Place(Why.FULL, add=delta, short=delta - self.free)
         if delta > self.free - ask.hold_back:
-            return _Place(Why.HELD, short=delta - self.free + ask.hold_back)
+            return _Place(Why.HELD, add=delta, short=delta - self.free + ask.hold_back)
         return self._find(ask, region, need)
 
     def _find(self, ask: Ask, region: _Region | None, need: int) -> _Place:
@@ -148,7 +149,7 @@ class Contiguous:
                 return _Place(Why.OK, size=generous, start=start)
             start = self._holes.fit(need) if need <= spare else None
         if start is None:
-            return _Place(Why.FRAGMENTED, short=max(1, need - self._holes.largest))
+            return _Place(Why.FRAGMENTED, add=need, short=max(1, need - self._holes.largest))
         return _Place(Why.OK, size=need, start=start)
 
     def commit(self, quote: Quote) -> Grant:

@@ -62,7 +62,7 @@ REFUSED: Mapping[str, str] = {
 }
 
 #: Every layer slides when `sliding_window` is set (and `use_sliding_window` is not false).
-ALL_LAYERS_SLIDE = _names("mistral mixtral ministral ministral3 starcoder2 phi3 phimoe")
+ALL_LAYERS_SLIDE = _names("mistral mixtral ministral ministral3 starcoder2 phi3 phi4mm phi4_multimodal phimoe")
 #: `use_sliding_window` counts as false when it is absent.
 WINDOW_OFF_BY_DEFAULT = _names(
     "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_vl_text "

@@ -70,6 +70,7 @@ class Fields:
         self.data, self.prefix = _language_part(config)
         self.names: Mapping[str, str] = names or {}
         self.sources: dict[str, str] = {}
+        self.values: dict[str, Any] = {}  # the single numbers and names that were read, for showing
         self.notes: list[str] = []
         family = self.data.get("model_type") or config.get("model_type")
         self.family: str = CANONICAL.get(family, family) if isinstance(family, str) else ""
@@ -81,12 +82,18 @@ class Fields:
         for key in (name, *ALIASES.get(name, ())):
             value = _reach(self.data, key)
             if value is not None:
-                self.sources[name] = self.names.get(key, f"{self.prefix}{key}")
-                return value
+                return self.derived(name, value, self.names.get(key, f"{self.prefix}{key}"))
         if name in DEFAULTS.get(self.family, {}):
-            self.sources[name] = f"family default of {self.family} in transformers"
-            return DEFAULTS[self.family][name]
+            default = DEFAULTS[self.family][name]
+            return self.derived(name, default, f"family default of {self.family} in transformers")
         return None
+
+    def derived(self, name: str, value: Any, source: str) -> Any:
+        """Record that `name` has `value` because of `source`, and return the value."""
+        self.sources[name] = source
+        if not isinstance(value, (list, tuple, Mapping)):
+            self.values[name] = value
+        return value
 
     def anywhere(self, name: str) -> Any:
         """Like `find`, but a field that is not about dimensions may also stand at the top of the config."""
@@ -94,8 +101,7 @@ class Fields:
         if value is None:
             for key in (name, *ALIASES.get(name, ())):
                 if self.top.get(key) is not None:
-                    self.sources[name] = key
-                    return self.top[key]
+                    return self.derived(name, self.top[key], key)
         return value
 
     def need(self, name: str) -> Any:

@@ -94,13 +94,10 @@ def kv_heads(fields: Fields) -> int | list[int]:
     attention = fields.data.get("attn_config")
     kind = attention.get("attn_type") if isinstance(attention, dict) else None
     if kind == "multiquery_attention":
-        fields.sources["num_key_value_heads"] = f"{fields.prefix}attn_config.attn_type {kind}: 1"
-        return 1
+        return int(fields.derived("num_key_value_heads", 1, f"{fields.prefix}attn_config.attn_type {kind}"))
     if fields.data.get("multi_query") and not fields.find("new_decoder_architecture"):
-        fields.sources["num_key_value_heads"] = (
-            f"{fields.prefix}multi_query is true and new_decoder_architecture is not: 1"
-        )
-        return 1
+        why = f"{fields.prefix}multi_query is true and new_decoder_architecture is not"
+        return int(fields.derived("num_key_value_heads", 1, why))
     if fields.data.get("multi_query_attention"):
         return fields.count("multi_query_group_num")
     value = fields.find("num_key_value_heads")
@@ -115,7 +112,7 @@ def kv_heads(fields: Fields) -> int | list[int]:
     else:
         raise fields.missing("num_key_value_heads")
     heads = query_heads(fields)
-    fields.sources["num_key_value_heads"] = f"num_attention_heads = {heads} ({why})"
+    fields.derived("num_key_value_heads", heads, f"num_attention_heads ({why})")
     return heads
 
 
@@ -144,8 +141,9 @@ def head_dim(fields: Fields) -> int:
             f"head_dim is missing and hidden_size / num_attention_heads = {hidden} / {heads} = "
             f"{hidden / heads:g} is not a whole number: add head_dim to the config."
         )
-    fields.sources["head_dim"] = f"hidden_size / num_attention_heads = {hidden} / {heads} = {hidden // heads}"
-    return hidden // heads
+    width = hidden // heads
+    fields.derived("head_dim", width, f"hidden_size / num_attention_heads = {hidden} / {heads} = {width}")
+    return width
 
 
 #: KV heads, k_dim, v_dim of one kind of layer; None: as usual.

@@ -177,10 +177,6 @@ def _nemotron_h(fields: Fields, count: int) -> list[Layer]:
     return marked(fields, "hybrid_override_pattern", marks, count, {"M": STATE, "*": FULL, "-": NONE, "E": NONE})
 
 
-def _minimax_text(fields: Fields, count: int) -> list[Layer]:
-    return marked(fields, "attn_type_list", fields.need("attn_type_list"), count, {0: STATE, 1: FULL})
-
-
 def _jamba(fields: Fields, count: int) -> list[Layer]:
     period, offset = fields.count("attn_layer_period"), fields.need("attn_layer_offset")
     fields.sources["layer_kinds"] = f"layers i with i % attn_layer_period {period} == attn_layer_offset {offset} attend"
@@ -239,7 +235,6 @@ RULES: Mapping[str, Callable[[Fields, int], list[Layer]]] = {
     "llama4_text": _llama4,
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), _mimo),
     "nemotron_h": _nemotron_h,
-    **dict.fromkeys(("minimax_text_01", "minimax_m1", "minimax"), _minimax_text),
     "jamba": _jamba,
     "bamba": _indexed("attn_layer_indices"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _indexed("full_attn_idxs")),

@@ -14,12 +14,12 @@ from typing import Any
 
 from octavo.kv.families import REFUSED
 from octavo.kv.fields import ConfigError, Fields
-from octavo.kv.layer_rules import FULL, NONE, RULES, WINDOW, Layer, LayerKind, check_length, marked, named
+from octavo.kv.layer_rules import FULL, NONE, RULES, STATE, WINDOW, Layer, LayerKind, check_length, marked, named
 
 _SUSPECT = re.compile(
     r"sliding|window|chunk_size|chunked|local_att|linear_att|linear_num|mamba|ssm|rwkv|recurrent|lru_|"
     r"conv_kernel|conv_l_cache|hybrid|block_types|block_configs|layer_types|layers_block|layer_group_size|"
-    r"attn_layer|attn_type_list|full_attn|global_attn_every|kv_shared|share_kv|kv_share|use_cla|kv_source|compress",
+    r"attn_layer|attn_type_list|full_attn|cross_attention_layers|global_attn_every|kv_shared|share_kv|kv_share|use_cla|kv_source|compress",
     re.IGNORECASE,
 )
 _HARMLESS = frozenset({"use_sliding_window", "max_window_layers", "mlp_layer_types"})
@@ -61,6 +61,8 @@ def _from_list(fields: Fields, count: int) -> list[Layer] | None:
     marks = fields.data.get("sliding_window_pattern")
     if isinstance(marks, list):
         return marked(fields, "sliding_window_pattern", marks, count, {True: WINDOW, False: FULL})
+    if fields.data.get("attn_type_list") is not None:  # MiniMax: 0 lightning attention, 1 softmax attention
+        return marked(fields, "attn_type_list", fields.data["attn_type_list"], count, {0: STATE, 1: FULL})
     if isinstance(fields.data.get("block_configs"), list):
         return _nas_blocks(fields, fields.data["block_configs"], count)
     return None

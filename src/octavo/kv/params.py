@@ -1,7 +1,8 @@
 """Number of parameters of a model from its config, split by what quantisation treats differently.
 
-Exact for the families of `TRAITS` (checked against published counts); for any other family the count takes gated
-MLPs without biases and puts the gates in `doubt`. Models with recurrent layers are not counted: give measured weights.
+Exact for the families of `TRAITS` (checked against published counts); for any other family the count takes
+gated MLPs without biases and puts the gates in `doubt`. Models with recurrent layers are not counted: give measured
+weights.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Parameters:
     experts     matrices of the routed experts
     small       norms, biases, routers
     tied        whether output and embedding are one matrix; None: the config and the family do not say
-    doubt       how many of them may not exist: the gates of MLPs in a family without traits, and the output matrix
-                where neither config nor family says whether it is tied
+    doubt       how many of them may not exist: the gates of MLPs in a family without traits, and the output
+                matrix where neither config nor family says whether it is tied
     """
 
     embedding: int
@@ -110,7 +111,8 @@ def count_parameters(config: Mapping[str, Any], names: Mapping[str, str] | None 
         embedding += (fields.count("max_position_embeddings") + traits.positions) * hidden
     tied = _tied(fields)
     output = 0 if tied else vocab * hidden + (vocab if "l" in traits.bias else 0)
-    return Parameters(embedding, output, matrices, experts, small, tied, doubt + (output if tied is None else 0))
+    doubt += output if tied is None else 0
+    return Parameters(embedding, output, matrices, experts, small, tied, doubt)
 
 
 def _tied(fields: Fields) -> bool | None:
@@ -186,9 +188,9 @@ def _mlp(fields: Fields, index: int, traits: Traits) -> tuple[int, int, int]:
 
 def _dense_width(fields: Fields) -> int:
     """MLP width; GPT-2-like configs leave it out when it is four times the hidden size."""
-    width = fields.maybe_count("intermediate_size")
+    width = fields.find("intermediate_size")
     if width is not None:
-        return width
+        return fields.as_count("intermediate_size", max(width) if isinstance(width, list) and width else width)
     if fields.family in ("gpt2", "gptj", "gpt_neo", "codegen", "bloom", "gpt_bigcode", "mpt", "falcon"):
         return 4 * fields.count("hidden_size")
     raise fields.missing("intermediate_size")
@@ -206,3 +208,14 @@ def _is_sparse(fields: Fields, index: int) -> bool:
     if isinstance(frequency, list):
         return index < len(frequency) and bool(frequency[index])
     return index >= (fields.maybe_count("first_k_dense_replace") or 0)
+
+
+def mlp_width(config: Mapping[str, Any], names: Mapping[str, str] | None = None) -> int:
+    """Channels of the MLP that one token passes: the dense width, or that of its active experts together."""
+    fields = Fields(config, names)
+    active = fields.maybe_count("num_experts_per_tok")
+    if active is None or fields.find("num_experts") is None:
+        return _dense_width(fields)
+    width = fields.maybe_count("moe_intermediate_size") or fields.count("intermediate_size")
+    shared = (fields.maybe_count("n_shared_experts") or 0) * width
+    return active * width + shared + (fields.maybe_count("shared_expert_intermediate_size") or 0)

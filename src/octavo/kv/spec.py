@@ -69,7 +69,7 @@ class MLABytes:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What a model caches. `sources` maps each value to its config path, or to how it was derived."""
+    """What a model caches. `values` are the numbers used, `sources` their config paths or derivations."""
 
     model_type: str
     groups: tuple[LayerGroup, ...]
@@ -83,6 +83,7 @@ class KVSpec:
     shared: Mapping[int, int] = field(default_factory=dict, hash=False)
     uncached: tuple[int, ...] = ()  # layers that keep nothing at all
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     notes: tuple[str, ...] = ()
 
     @property
@@ -176,6 +177,7 @@ def spec_from_config(
         shared={i: layer.reads for i, layer in enumerate(layers) if layer.reads is not None},
         uncached=tuple(i for i, layer in enumerate(layers) if layer.kind is None and not layer.state),
         sources=fields.sources,
+        values=fields.values,
         notes=tuple(fields.notes),
     )
 
@@ -306,5 +308,5 @@ def _max_positions(fields: Fields) -> int | None:
     if stretched <= length:
         return length
     where = fields.sources["max_position_embeddings"]
-    fields.sources["max_position_embeddings"] = f"{where} {length}, {kind} factor {factor:g} x {original} = {stretched}"
-    return stretched
+    why = f"{where} {length}, {kind} factor {factor:g} x {original} = {stretched}"
+    return int(fields.derived("max_position_embeddings", stretched, why))

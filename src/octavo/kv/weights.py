@@ -13,7 +13,7 @@ from octavo.kv.params import Parameters
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Bits per value of the matrices, of the experts, and of what stays unquantised (embedding, output, norms)."""
+    """Bits per value of the matrices, of the experts, and of what stays 16-bit (embedding, output, norms)."""
 
     name: str
     matrices: Fraction
@@ -31,8 +31,8 @@ def _uniform(name: str, bits: Fraction | int, rest: int = 16) -> WeightFormat:
     return WeightFormat(name, Fraction(bits), Fraction(bits), rest)
 
 
-# Scales: GPTQ and AWQ keep an fp16 scale and a 4-bit zero per 128 values; bitsandbytes NF4 an fp32 scale per 64;
-# MXFP4 an 8-bit exponent per 32, and only in the experts (gpt-oss); FP8 blocks of 128 x 128 are too few to count.
+# Scales: GPTQ and AWQ keep an fp16 scale and a 4-bit zero per 128 values; bitsandbytes NF4 an fp32 scale per
+# 64; MXFP4 an 8-bit exponent per 32, and only in the experts (gpt-oss); FP8 scales are too few to count.
 FORMATS: Mapping[str, WeightFormat] = {
     "float32": _uniform("float32", 32, 32),
     "bf16": _uniform("bf16", 16),
@@ -97,5 +97,6 @@ def _compressed(config: Mapping[str, Any]) -> str | None:
     if not isinstance(groups, Mapping) or len(groups) != 1:
         return None
     weights = next(iter(groups.values())).get("weights") or {}
-    kind = (weights.get("type"), weights.get("num_bits"))
-    return {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4"}.get(kind)
+    kind: tuple[Any, Any] = (weights.get("type"), weights.get("num_bits"))
+    known: Mapping[tuple[Any, Any], str] = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4"}
+    return known.get(kind)

@@ -1,4 +1,4 @@
-"""Finding and reading a model's config: a file, a directory, a GGUF header, a packaged model, a catalogue name, a hub id.
+"""Finding and reading a model's config: file, directory, GGUF header, packaged model, catalogue name or hub id.
 
 Nothing heavy is imported and nothing is downloaded except `config.json` of a hub id that is neither in the local
 Hugging Face cache nor in the catalogue.

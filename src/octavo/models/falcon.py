@@ -32,7 +32,8 @@ def _forward(
 ) -> tuple[torch.Tensor, None]:
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
-    assert alibi is None and position_embeddings is not None
+    assert alibi is None, "refused when the model was loaded"
+    assert position_embeddings is not None
     query, key, value = _split(self, self.query_key_value(hidden_states))
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     out, _weights = paged_attention(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)

@@ -29,10 +29,11 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
 }
 _MAPPING_NAMES = {"gemma3_text": "gemma3"}
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the one size whose attention scale is not that of its head_dim
 _MORE_EOS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
-def build_from_gguf(file: GgufFile, dtype: torch.dtype) -> tuple[torch.nn.Module, set[int]]:
+def build_from_gguf(file: GgufFile, dtype: torch.dtype) -> tuple[Any, set[int]]:
     """The model with dequantised weights in `dtype`, and the ids that end a generation. Raises ModelError."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -69,11 +70,16 @@ def gguf_config(file: GgufFile) -> Any:
     scaling = meta.get(f"{arch}.rope.scaling.type", "none")
     if scaling != "none":
         raise ModelError(f"{file.path}: rope scaling {scaling!r} in a GGUF file is not supported; use safetensors.")
-    values = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {}))
-    for key, name in GGUF_CONFIG_MAPPING[_MAPPING_NAMES.get(model_type, model_type)].items():
+    values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {}))
+    renames: Any = GGUF_CONFIG_MAPPING[_MAPPING_NAMES.get(model_type, model_type)]
+    for key, name in renames.items():
         if name is not None and f"{arch}.{key}" in meta:
             values[name] = meta[f"{arch}.{key}"]
     values.setdefault("vocab_size", len(meta.get("tokenizer.ggml.tokens", ())))
+    if arch in _GEMMA_27B:  # llama.cpp's rule: the file does not say
+        wide = values["num_hidden_layers"] == _GEMMA_27B[arch]
+        per_head = values["hidden_size"] // values["num_attention_heads"]
+        values["query_pre_attn_scalar"] = per_head if wide else values["head_dim"]
     values["tie_word_embeddings"] = all(t.name != "output.weight" for t in file.tensors)
     for name in ("bos", "eos", "padding"):
         if (token := meta.get(f"tokenizer.ggml.{name}_token_id")) is not None:
@@ -84,7 +90,7 @@ def gguf_config(file: GgufFile) -> Any:
         raise ModelError(f"{file.path}: its metadata is no {model_type} config: {first_line(error)}") from error
 
 
-def _tensors(file: GgufFile, module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _tensors(file: GgufFile, module: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors under the module's names, in the module's layout."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -107,7 +113,7 @@ def _tensors(file: GgufFile, module: torch.nn.Module, dtype: torch.dtype) -> dic
     return out
 
 
-def _names(architecture: str, module: torch.nn.Module, processor: Any) -> dict[str, str]:
+def _names(architecture: str, module: Any, processor: Any) -> dict[str, str]:
     """GGUF tensor name → the module's, from the `gguf` package's table."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -126,7 +132,7 @@ def _names(architecture: str, module: torch.nn.Module, processor: Any) -> dict[s
     return names
 
 
-def _apply_rope_factors(file: GgufFile, module: torch.nn.Module) -> None:
+def _apply_rope_factors(file: GgufFile, module: Any) -> None:
     """Llama 3.1 files carry their rope scaling as one divisor per frequency (tensor `rope_freqs.weight`)."""
     for tensor in file.tensors:
         if tensor.name == "rope_freqs.weight":

@@ -27,6 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LoadedModel:
     """A model ready to run.
 
+    module         a transformers causal LM in evaluation mode, without gradients
     layers         KV shape of each layer that owns a cache
     shared         {layer: the layer whose KV it reads} for layers without a cache of their own
     weight_bytes   bytes of the distinct parameter and buffer storages
@@ -35,7 +36,7 @@ class LoadedModel:
     """
 
     name: str
-    module: torch.nn.Module
+    module: Any
     config: Any
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
@@ -85,13 +86,13 @@ def pick_device(device: str) -> torch.device:
     return place
 
 
-def loaded(name: str, module: torch.nn.Module, tokenizer: Tokenizer | None, device: torch.device) -> LoadedModel:
+def loaded(name: str, module: Any, tokenizer: Tokenizer | None, device: torch.device) -> LoadedModel:
     """Describe a transformers causal LM that is already built (also used by tests with tiny random models)."""
     module = module.to(device).eval().requires_grad_(False)
     config = module.config
     check_supported(config, name)
     dtype = next(module.parameters()).dtype
-    layers, shared = layer_shapes(config, dtype.itemsize)
+    layers, shared = layer_shapes(config, dtype)
     return LoadedModel(
         name=name,
         module=module,
@@ -139,11 +140,12 @@ def _load_directory(name: str, path: Path, dtype: str, device: torch.device) -> 
     try:
         config = AutoConfig.from_pretrained(str(path))
         check_supported(config, name)
-        module, report = AutoModelForCausalLM.from_pretrained(
+        result: Any = AutoModelForCausalLM.from_pretrained(
             str(path), config=config, dtype=kind, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {name!r} in {path} cannot be loaded: {first_line(error)}") from error
+    module, report = result
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelError(
@@ -176,13 +178,13 @@ def _from_hub(name: str) -> Path:
 def computes_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 is faster than float32 there (CPU: AVX-512 BF16 or AMX, CUDA: compute capability 8)."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _eos_ids(module: torch.nn.Module, tokenizer: Tokenizer | None) -> frozenset[int]:
+def _eos_ids(module: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
     found: set[int] = set()
     text = module.config.get_text_config(decoder=True)
     generation = getattr(module, "generation_config", None)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from octavo.kv.groups import LayerKV
+from octavo.kv.spec import spec_from_config
 from octavo.models.errors import ModelError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_KV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def check_supported(config: Any, name: str) -> None:
@@ -37,56 +41,18 @@ def check_supported(config: Any, name: str) -> None:
             refuse("layer_types", kind, f"only {_FULL} and {_SLIDING} layers have a paged cache here")
 
 
-def layer_shapes(config: Any, element_bytes: int) -> tuple[tuple[LayerKV, ...], dict[int, int]]:
-    """The layers that own a cache, and for those that read another layer's: {layer: the layer it reads}."""
-    text = config.get_text_config(decoder=True)
-    count = text.num_hidden_layers
-    shared = _shared(text, count)
-    layers = tuple(
-        LayerKV(i, *_heads(text, i), element_bytes, _window(text, i)) for i in range(count) if i not in shared
-    )
-    return layers, shared
+def layer_shapes(config: Any, dtype: torch.dtype) -> tuple[tuple[LayerKV, ...], dict[int, int]]:
+    """The layers that own a cache, and for those that read another layer's: {layer: the layer it reads}.
 
-
-def _heads(text: Any, layer: int) -> tuple[int, int, int]:
-    """(KV heads, K dimension, V dimension) of a layer."""
-    heads = text.num_attention_heads
-    if getattr(text, "kv_lora_rank", None):  # MLA: transformers expands the latent to one K and V per head
-        return heads, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    if text.model_type == "falcon":
-        one = text.multi_query and not text.new_decoder_architecture
-        dim = text.hidden_size // heads
-        return (1 if one else text.num_kv_heads), dim, dim
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    full = not _is_sliding(text, layer)
-    if full and getattr(text, "global_head_dim", None):  # Gemma 4: full layers have their own shape
-        dim = text.global_head_dim
-        if getattr(text, "attention_k_eq_v", False):
-            kv_heads = text.num_global_key_value_heads or kv_heads
-    return kv_heads, dim, dim
-
-
-def _is_sliding(text: Any, layer: int) -> bool:
-    types = getattr(text, "layer_types", None)
-    return bool(types) and types[layer] == _SLIDING
-
-
-def _window(text: Any, layer: int) -> int | None:
-    """Tokens a query of this layer sees, itself included; None: all."""
-    window = getattr(text, "sliding_window", None)
-    if window is None or getattr(text, "use_sliding_window", True) is False:
-        return None
-    types = getattr(text, "layer_types", None)
-    return window if not types or types[layer] == _SLIDING else None
-
-
-def _shared(text: Any, count: int) -> dict[int, int]:
-    """Layers that reuse the KV of the last layer of their kind before the shared part (Gemma 3n, Gemma 4)."""
-    number = getattr(text, "num_kv_shared_layers", 0) or 0
-    first = count - number
-    sources = {kind: i for i, kind in enumerate(text.layer_types[:first])} if number else {}
-    return {i: sources[text.layer_types[i]] for i in range(first, count)}
+    transformers expands an MLA latent to one K and V per head before it attends, so that form is what is cached.
+    """
+    spec = spec_from_config(config.to_dict(), kv_dtype=_KV_DTYPES[dtype], mla_form="expanded")
+    owners = [
+        LayerKV(layer, group.kv_heads, group.k_dim, group.v_dim, dtype.itemsize, group.window)
+        for group in spec.groups
+        for layer in group.layers
+    ]
+    return tuple(sorted(owners, key=lambda shape: shape.layer)), dict(spec.shared)
 
 
 def max_positions(config: Any) -> int:
@@ -103,7 +69,8 @@ def max_positions(config: Any) -> int:
     if limit is None:
         raise ModelError(f"{text.model_type}: the config has no max_position_embeddings; the length is unknown.")
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
+    parts: list[dict[str, Any]] = [rope, *(p for p in rope.values() if isinstance(p, dict))]
+    for part in parts:
         if (part.get("rope_type") or part.get("type")) in ("dynamic", "longrope"):
             limit = min(limit, int(part.get("original_max_position_embeddings") or limit))
     return int(limit)

@@ -30,7 +30,8 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        return self.hf.eos_token_id
+        token: int | None = self.hf.eos_token_id
+        return token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with the beginning-of-sequence token where the model wants one."""
@@ -43,19 +44,16 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise ModelError("the model has no chat template; send a plain text prompt instead of messages.")
-        text = self.hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **options
-        )
+        text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, with no cleaning up of spaces. Incomplete UTF-8 shows as U+FFFD."""
         backend = getattr(self.hf, "backend_tokenizer", None)
         if backend is not None:  # five times faster than the transformers wrapper
-            return backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return self.hf.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+            return str(backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        text = self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return str(text)
 
 
 def tokenizer_from_directory(path: str | Path) -> Tokenizer | None:
@@ -78,16 +76,14 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
 
     prefix = "tokenizer."
     found = {
-        group: {
-            name: file.metadata[prefix + key] for key, name in keys.items() if prefix + key in file.metadata
-        }
+        group: {name: file.metadata[prefix + key] for key, name in keys.items() if prefix + key in file.metadata}
         for group, keys in GGUF_TOKENIZER_MAPPING.items()
     }
     if "tokens" not in found["tokenizer"]:
         raise ModelError(f"{file.path} has no tokenizer.ggml.tokens; a file without vocabulary is not usable.")
     try:
         backend, _ = convert_gguf_tokenizer(file.architecture, found["tokenizer"])
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise ModelError(f"the tokenizer in {file.path} cannot be rebuilt: {first_line(error)}") from error
     config = dict(found["tokenizer_config"])
     if found["tokenizer"].get("tokenizer_type") == "llama":

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
+from urllib.parse import quote
 
-from octavo.report.comparison import Comparison, StrategyRun, write_json
+from octavo.report.comparison import VERSION, Comparison, StrategyRun, write_json
 from octavo.report.summary import KV_LINES, RunSummary
-from octavo.report.wording import LINE_MEANINGS, LINE_NAMES, count, percent, rate, seconds, size
+from octavo.report.wording import LINE_MEANINGS, LINE_NAMES, percent, rate, seconds, size
 
 SCRIPTS = ("frame.js", "charts.js", "map.js")
+AXIS = '<p class="js switch"><button type="button" class="axis" aria-pressed="false"></button></p>'
 ADVICE = ("Change ", "Raise ", "Run ", "To find ", "Memory is really full")
 
 
@@ -29,7 +31,8 @@ def render_page(comparison: Comparison, json_name: str) -> str:
     parts = {
         "title": escape(comparison.title),
         "style": _asset("style.css"),
-        "script": "(() => {\n\"use strict\";\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();",
+        "axis": AXIS,
+        "script": '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();",
         "subtitle": _subtitle(comparison),
         "verdict": _verdict(comparison.verdict),
         "summary_table": _summary_table(comparison.summaries),
@@ -64,6 +67,7 @@ def pack(comparison: Comparison) -> dict[str, object]:
 
 
 def _pack_run(run: StrategyRun) -> dict[str, object]:
+    seconds_run = run.summary.seconds or 1.0
     times: list[float] = list(run.timeline["t"])  # type: ignore[arg-type]
     arrivals: list[float] = [row["arrival"] for row in run.requests]  # type: ignore[misc]
     zero = min([*arrivals, *times], default=0.0)
@@ -74,7 +78,7 @@ def _pack_run(run: StrategyRun) -> dict[str, object]:
         "peak": figures.peak_running,
         "mean": round(figures.mean_running, 3),
         "kv_mean": {name: round(value, 5) for name, value in figures.kv_mean.items()},
-        "waited": {cause: round(spent / (figures.seconds or 1.0), 3) for cause, spent in figures.waited_by_cause.items()},
+        "waited": {cause: round(spent / seconds_run, 3) for cause, spent in figures.waited_by_cause.items()},
         "preempted": figures.preemptions,
         "seconds": round(figures.seconds, 3),
         "timeline": {**run.timeline, "t": _shifted(times, zero)},
@@ -117,13 +121,18 @@ def _subtitle(c: Comparison) -> str:
     blocks = max((s.pool_tokens for s in c.summaries), default=0) // c.block_size
     facts = [
         escape(c.model),
-        f"{size(c.kv_bytes)} of KV memory",
+        f"{size(_kv_bytes(c))} of KV memory",
         f"{blocks:,} blocks of {c.block_size} tokens",
         f"sequences of up to {c.max_model_len:,} tokens",
     ]
     if c.simulated:
         facts.append("<em>simulated</em>")
     return " · ".join(facts)
+
+
+def _kv_bytes(c: Comparison) -> int:
+    """As asked for, or what the pools came to when the engine chose."""
+    return c.kv_bytes or max((s.pool_bytes for s in c.summaries), default=0)
 
 
 def _verdict(text: str) -> str:
@@ -134,10 +143,10 @@ def _verdict(text: str) -> str:
 
 
 def _bar(shares: Mapping[str, float]) -> str:
+    there = [(key, shares[key]) for key in KV_LINES if shares[key] > 0]
     spans = (
-        f'<i class="{key}" style="width:{100 * shares[key]:.2f}%" title="{LINE_NAMES[key]}: {percent(shares[key])}"></i>'
-        for key in KV_LINES
-        if shares[key] > 0
+        f'<i class="{key}" style="width:{100 * share:.2f}%" title="{LINE_NAMES[key]}: {percent(share)}"></i>'
+        for key, share in there
     )
     return f'<span class="bar">{"".join(spans)}</span>'
 
@@ -145,23 +154,28 @@ def _bar(shares: Mapping[str, float]) -> str:
 def _rest(shares: Mapping[str, float]) -> str:
     """Where the part that holds no token states is, largest first."""
     rest = sorted(((v, k) for k, v in shares.items() if k not in ("live", "cached") and v >= 0.01), reverse=True)
-    return ", ".join(f"{percent(v)} {LINE_NAMES[k]}" for v, k in rest[:3])
+    return " · ".join(f"<span>{percent(v)} {LINE_NAMES[k]}</span>" for v, k in rest[:2])
+
+
+def _time(s: RunSummary, value: float) -> str:
+    """A duration; a dash where nothing ran."""
+    return seconds(value) if s.peak_running else "–"
 
 
 Cell = Callable[[RunSummary], str]
 COLUMNS: tuple[tuple[str, str, Cell], ...] = (
-    ("Running at once", "mean", lambda s: f"{s.mean_running:.1f}"),
+    ("Running", "mean", lambda s: f"{s.mean_running:.1f}"),
     ("", "peak", lambda s: f"<b>{s.peak_running:,}</b>"),
-    ("KV pool holding token states", "mean", lambda s: percent(s.holding_mean)),
-    ("", "at the peak", lambda s: f"<b>{percent(s.holding_peak)}</b>"),
+    ("Holding tokens", "mean", lambda s: percent(s.holding_mean)),
+    ("", "peak", lambda s: f"<b>{percent(s.holding_peak)}</b>"),
     ("Where the pool was, over time", "", lambda s: f"{_bar(s.kv_mean)}<small>{_rest(s.kv_mean)}</small>"),
     ("Preempted", "times", lambda s: f"{s.preemptions:,}"),
-    ("First token", "p50", lambda s: seconds(s.ttft.p50)),
-    ("", "p99", lambda s: seconds(s.ttft.p99)),
-    ("Between tokens", "p50", lambda s: seconds(s.itl.p50)),
-    ("", "p99", lambda s: seconds(s.itl.p99)),
+    ("First token", "p50", lambda s: _time(s, s.ttft.p50)),
+    ("", "p99", lambda s: _time(s, s.ttft.p99)),
+    ("Between tokens", "p50", lambda s: _time(s, s.itl.p50)),
+    ("", "p99", lambda s: _time(s, s.itl.p99)),
     ("Output", "tokens/s", lambda s: rate(s.tokens_per_second)),
-    ("Total", "time", lambda s: seconds(s.seconds)),
+    ("Total", "time", lambda s: _time(s, s.seconds)),
 )
 
 
@@ -195,7 +209,7 @@ def _ledger_table(summaries: Sequence[RunSummary]) -> str:
             for s in summaries
             for share in (s.kv_mean[key], s.kv_peak[key])
         )
-        label = f'<i class="swatch {key}"></i>{LINE_NAMES[key]}<small>{LINE_MEANINGS[key]}</small>'
+        label = f'<i class="swatch {key}"></i>{LINE_NAMES[key]} <small>{LINE_MEANINGS[key]}</small>'
         rows.append(f'<tr><th scope="row">{label}</th>{cells}</tr>')
     return (
         f'<table class="lines"><thead><tr><th rowspan="2" scope="col">Line of the ledger</th>{names}</tr>'
@@ -228,8 +242,8 @@ def _facts(c: Comparison, json_name: str) -> str:
     else:
         how = "Measured: the same requests through the same engine under each strategy, one after the other."
     kv = (
-        f"{size(c.kv_bytes)} ({c.kv_bytes:,} bytes) for each strategy, blocks of {c.block_size} tokens, sequences of "
-        f"up to {c.max_model_len:,} tokens"
+        f"{size(_kv_bytes(c))} ({_kv_bytes(c):,} bytes) for each strategy, blocks of {c.block_size} tokens, "
+        f"sequences of up to {c.max_model_len:,} tokens"
     )
     first = c.summaries[0] if c.summaries else None
     served = f" {first.requests + first.refused:,} requests for each strategy." if first else ""
@@ -242,7 +256,7 @@ def _facts(c: Comparison, json_name: str) -> str:
         ("Figures", escape(FIGURES)),
         *(("Note", escape(note)) for note in c.notes),
         ("Again", f"<code>{escape(c.command)}</code>"),
-        ("Data", f'<a href="{escape(_link(json_name))}">{escape(json_name)}</a>, schema version 1'),
+        ("Data", f'<a href="{escape(_link(json_name))}">{escape(json_name)}</a>, schema version {VERSION}'),
     ]
     return "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in items)
 
@@ -256,6 +270,4 @@ FIGURES = (
 
 def _link(name: str) -> str:
     """A file name as a relative address: nothing in it may read as a scheme or a path."""
-    from urllib.parse import quote
-
     return "./" + quote(name)

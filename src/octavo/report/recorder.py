@@ -45,7 +45,7 @@ class RequestRecord:
     output_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
-    waited: dict[str, float] = field(default_factory=dict)  # cause -> seconds
+    waited: bool = False  # it was not admitted in the first step after its arrival
 
     @property
     def ttft(self) -> float | None:
@@ -71,6 +71,7 @@ class Recorder:
         self.map: list[MapColumn] = []
         self.refused: list[tuple[str, str]] = []
         self._ordinal: dict[str, int] = {}
+        self._fresh: list[RequestRecord] = []
         self._regions: dict[int, list[tuple[int, int]]] = {}  # sequence -> (step, slots) at each grant
         self._never: dict[int, int] = {}  # step -> change of the slots that will never be used
         self._map_every = 1
@@ -80,7 +81,8 @@ class Recorder:
         if isinstance(event, ev.Submitted):
             request = event.request
             self._ordinal[request.id] = len(self._ordinal)
-            self.requests[request.id] = RequestRecord(request.id, request.arrival, len(request.prompt))
+            record = self.requests[request.id] = RequestRecord(request.id, request.arrival, len(request.prompt))
+            self._fresh.append(record)
         elif isinstance(event, ev.Refused):
             self.refused.append((event.request.id, event.message))
         elif isinstance(event, ev.Granted):
@@ -111,6 +113,9 @@ class Recorder:
             if record.admitted is None:
                 record.admitted = start
                 record.cached_tokens = work.seq.reused
+        for record in self._fresh:
+            record.waited = record.admitted is None
+        self._fresh.clear()
         for item in progress:
             self._on_progress(item, end)
         if plan.index % self._map_every == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import asdict, dataclass
 
 from octavo.report.recorder import Recorder, StepSample
@@ -37,6 +36,7 @@ class RunSummary:
     pool_bytes: int
     requests: int
     refused: int
+    waited: int  # requests that were not admitted in the first step after their arrival
     mean_running: float
     peak_running: int
     kv_mean: dict[str, float]
@@ -81,14 +81,14 @@ def summarise(strategy: str, recorder: Recorder, pool_tokens: int, pool_bytes: i
     steps, never = recorder.steps, recorder.never_used()
     busy = sum(sample.end - sample.start for sample in steps) or 1.0
     shares = [_shares(sample, unused) for sample, unused in zip(steps, never, strict=True)]
-    mean: Counter[str] = Counter()
-    waited: Counter[str] = Counter()
+    mean = dict.fromkeys(KV_LINES, 0.0)
+    waited: dict[str, float] = {}
     for sample, share in zip(steps, shares, strict=True):
         seconds = sample.end - sample.start
         for name, value in share.items():
             mean[name] += value * seconds / busy
         for cause, count in sample.waiting_by_cause.items():
-            waited[cause] += count * seconds
+            waited[cause] = waited.get(cause, 0.0) + count * seconds
     peak_running = max((sample.running for sample in steps), default=0)
     peak = max(
         (share for sample, share in zip(steps, shares, strict=True) if sample.running == peak_running),
@@ -106,9 +106,10 @@ def summarise(strategy: str, recorder: Recorder, pool_tokens: int, pool_bytes: i
         pool_bytes=pool_bytes,
         requests=len(records),
         refused=len(recorder.refused),
+        waited=sum(record.waited for record in records),
         mean_running=sum(s.running * (s.end - s.start) for s in steps) / busy,
         peak_running=peak_running,
-        kv_mean={name: mean[name] for name in KV_LINES},
+        kv_mean=mean,
         kv_peak=peak,
         preemptions=sum(sample.preemptions for sample in steps),
         ttft=Percentiles(percentile(ttft, 50), percentile(ttft, 99)),
@@ -116,7 +117,7 @@ def summarise(strategy: str, recorder: Recorder, pool_tokens: int, pool_bytes: i
         output_tokens=output,
         tokens_per_second=output / seconds if seconds else 0.0,
         seconds=seconds,
-        waited_by_cause=dict(waited),
+        waited_by_cause=waited,
     )
 
 

@@ -109,17 +109,15 @@ def _why(s: RunSummary, max_model_len: int | None) -> str:
     if limit is Limit.NONE:
         return f"{ran} and {_nobody(s)}, so memory did not limit concurrency here.{refused}"
     waiting = mean_waiting(s)
-    ran += f" while {count(round(waiting, 1))} waited on average"
+    ran += f" while {s.waited:,} of {s.requests:,} had to wait ({count(round(waiting, 1))} at a time on average)"
     if limit is not Limit.MEMORY:
         return f"{ran}, mostly for {_LIMIT_WORDS[limit]}, not for memory.{refused}"
+    held = f"{percent(s.holding_mean)} of the pool held token states over time"
+    held = f"Yet only {held}" if s.holding_mean < 0.5 else held
     rest = _parts_of_rest(s.kv_mean)
-    reserves = ""
     if s.strategy == "reserve-max" and max_model_len:
-        reserves = f" It reserves {max_model_len:,} tokens for each:"
-    elif rest:
-        reserves = " Yet" if s.holding_mean < 0.5 else ""
-    lead = f"{reserves} {percent(s.holding_mean)} of the pool held token states over time"
-    return f"{ran}, {_memory_words(s)}.{lead}{'; ' + rest if rest else ''}.{refused}"
+        held += f": each request reserves {max_model_len:,} tokens"
+    return f"{ran}: {_memory_words(s)}. {held}{'; ' + rest if rest else ''}.{refused}"
 
 
 _LIMIT_WORDS = {
@@ -151,12 +149,12 @@ def _memory_words(s: RunSummary) -> str:
     memory = {cause: spent for cause, spent in waited.items() if cause.startswith("memory")}
     chief = max(memory, key=lambda cause: memory[cause]).removeprefix("memory: ")
     behind = waited.get("behind", 0.0)
-    words = {"full": "because memory was full", "fragmented": "because free memory was in pieces"}
-    reason = words.get(chief, "because free memory was held back")
+    words = {"full": "full memory", "fragmented": "free memory in pieces too small"}
+    reason = "for " + words.get(chief, "memory held back for running requests")
     if behind:
-        reason += " or behind a request that waited for memory"
+        reason += " or behind a request that waited for it"
     share = (sum(memory.values()) + behind) / total
-    return f"{percent(share)} of that time {reason}" if share < 0.995 else reason
+    return f"{percent(share) if share < 0.995 else 'all'} of the waiting was {reason}"
 
 
 def _parts_of_rest(shares: dict[str, float]) -> str:
@@ -198,7 +196,7 @@ def _compare(base: RunSummary, others: Sequence[RunSummary]) -> list[str]:
     same_bytes = abs(best.pool_bytes - base.pool_bytes) <= 0.01 * base.pool_bytes
     where = "in the same bytes" if same_bytes else f"in {size(best.pool_bytes)}"
     ran = f"{best.strategy} ran {best.peak_running:,} {where}"
-    ran += f", {percent(best.holding_peak)} of the pool holding token states at that peak"
+    ran += f" with {percent(best.holding_peak)} of the pool holding token states at the peak"
     equal = [s.strategy for s in _equals(base, others) if s is not best]
     out = [f"{ran}, and {_pace(base, best, speed)}.", _price(base, best)]
     if speed * SAME < 1:
@@ -277,12 +275,12 @@ def _next_limit(s: RunSummary) -> str:
         return f"With it {_nobody(s)}."
     if limit is Limit.MEMORY and s.kv_peak["live"] >= FULL:
         return (
-            "What then still waits, waits mostly for memory that is really full: more concurrency takes more KV memory "
-            "or fewer KV bytes a token."
+            "The waiting that remains is mostly for memory that is really full: more concurrency then takes more KV "
+            "memory or fewer KV bytes a token."
         )
     if limit is Limit.MEMORY:
         return ""
-    return f"What then still waits, waits mostly for {_LIMIT_WORDS[limit]}."
+    return f"The waiting that remains is mostly for {_LIMIT_WORDS[limit]}."
 
 
 def _advice(s: RunSummary, *, placement: bool = True) -> str:

@@ -15,7 +15,7 @@ LINE_NAMES = {
 }
 LINE_MEANINGS = {
     "live": "token states of requests that run",
-    "cached": "token states of earlier requests, kept for reuse and given up on demand",
+    "cached": "token states of earlier requests, kept for reuse",
     "slack": "unwritten slots of blocks that hold at least one token",
     "reserved_used_later": "allocated, still empty, and filled later in the request's life",
     "reserved_never_used": "allocated and empty until the request ended",
@@ -31,7 +31,7 @@ def percent(share: float) -> str:
     """0.934 -> "93 %"; one decimal where rounding would say 0 or 100."""
     value = 100 * share
     if 0 < value < 0.05:
-        return "under 0.1 %"
+        return "<0.1 %"
     if 0 < value < 1 or 99 < value < 100:
         return f"{min(value, 99.9):.1f} %"
     return f"{value:.0f} %"
@@ -47,7 +47,7 @@ def size(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """"850 ms", "12.4 s", "208 s"."""
+    """As in "850 ms", "12.4 s", "208 s"."""
     if value < 0.9995:
         ms = value * 1000
         return f"{ms:.0f} ms" if ms >= 9.95 or ms == 0 else f"{ms:.1f} ms"
@@ -55,7 +55,7 @@ def seconds(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """"27" or "8,192" for whole numbers, "1.9" otherwise."""
+    """As in "27" or "8,192" for whole numbers, "1.9" otherwise."""
     return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.1f}"
 
 

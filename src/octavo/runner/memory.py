@@ -60,8 +60,8 @@ def measure(
     runner = TorchRunner(loaded, layout, len(layout.groups) * sum(-(-n // _BLOCK) for n in counts))
     plan = _profile_plan(counts, len(layout.groups))
     runner.run(_profile_plan([1], len(layout.groups)))
-    measured = _cuda_peak(runner, plan) if loaded.device.type == "cuda" else _cpu_peak(runner, plan)
-    activations, workspace = measured
+    on_cuda = loaded.device.type == "cuda"
+    activations, workspace = _cuda_peak(runner, plan) if on_cuda else _cpu_peak(runner, plan)
     return DeviceBudget(loaded.weight_bytes, activations, workspace, device_total(loaded))
 
 
@@ -72,14 +72,14 @@ def device_total(loaded: LoadedModel) -> int:
         free, _ = torch.cuda.mem_get_info(loaded.device)
         return free + torch.cuda.memory_reserved(loaded.device)
     available = _meminfo()["MemAvailable"] + loaded.weight_bytes
-    limits = [int(text) for p in _CGROUP_LIMITS if Path(p).is_file() and (text := Path(p).read_text().strip()).isdigit()]
-    return min([available, *limits])
+    texts = [Path(p).read_text().strip() for p in _CGROUP_LIMITS if Path(p).is_file()]
+    return min([available, *(int(text) for text in texts if text.isdigit())])  # "max": no limit
 
 
 def _counts(tokens: int, seqs: int, longest: int) -> list[int]:
     """Tokens per sequence: as long as allowed, while every sampled row gets a sequence of its own if tokens last."""
     seqs = min(seqs, tokens)
-    counts = []
+    counts: list[int] = []
     for left in range(seqs, 0, -1):
         count = min(longest, tokens - sum(counts) - (left - 1))
         counts.append(count)
@@ -94,7 +94,8 @@ def _profile_plan(counts: list[int], groups: int) -> StepPlan:
         tables = tuple(list(range(next_block + g * need, next_block + (g + 1) * need)) for g in range(groups))
         next_block += need * groups
         request = Request(f"profile-{number}", (0,) * count, params)
-        seq = Sequence(-1 - number, request, 0, [0] * count, count, KeyChain.__new__(KeyChain), View(tables))
+        tokens = [0] * count
+        seq = Sequence(-1 - number, request, 0, tokens, count, KeyChain(tokens, _BLOCK, b""), View(tables))
         work.append(SeqWork(seq, 0, count, (seq,)))
     return StepPlan(0, (), tuple(work))
 
@@ -113,7 +114,7 @@ def _cuda_peak(runner: TorchRunner, plan: StepPlan) -> tuple[int, int]:
 
 
 def _cpu_peak(runner: TorchRunner, plan: StepPlan) -> tuple[int, int]:
-    """Peak of live tensors, and growth of the resident set beyond it (from two runs: each measure disturbs the other)."""
+    """Peak of live tensors, and growth of the resident set beyond it: two runs, as each measure disturbs the other."""
     runner.store.buffer.fill_(0)  # makes every page of the cache resident: it must not count as growth
     resident = _restart_peak()
     runner.run(plan)

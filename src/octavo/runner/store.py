@@ -66,9 +66,7 @@ class KVStore:
             at // size,
         )
 
-    def write(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Store k [tokens, kv_heads, k_dim] and v [tokens, kv_heads, v_dim] at (blocks[i], offsets[i])."""
         self.k[layer][blocks, :, offsets] = k
         self.v[layer][blocks, :, offsets] = v

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,7 @@ class TorchRunner:
                 shapes[source],
                 self.layout.offsets[source][0],
                 layer == source,
+                self.loaded.max_positions,
                 self.store,
                 self.backend,
                 self._current,
@@ -132,7 +134,7 @@ class TorchRunner:
         batch = self._batch(work, positions)
         self._current.batch = batch
         try:
-            hidden = self._body(
+            hidden: torch.Tensor = self._body(
                 input_ids=torch.tensor([ids], device=device),
                 position_ids=torch.from_numpy(positions).to(device)[None],
                 use_cache=False,
@@ -181,9 +183,7 @@ class TorchRunner:
         following = iter(drawn)
         return tuple(tuple(next(following) for _ in w.samples) for w in work), logprobs
 
-    def _prompt_logprobs(
-        self, work: tuple[SeqWork, ...], hidden: torch.Tensor
-    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+    def _prompt_logprobs(self, work: tuple[SeqWork, ...], hidden: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         """For work that asks: those of the prompt tokens at positions start+1 .. start+count (as far as the prompt
         goes; tokens generated before a preemption are not reported again)."""
         out, offset = {}, 0
@@ -241,7 +241,7 @@ class _Given(torch.nn.Module):
         return self
 
 
-def _head_of(module: torch.nn.Module) -> Any:
+def _head_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """hidden [n, size] → logits [n, vocabulary] through the model's own code (head, scaling, soft-capping).
 
     A shallow copy of the causal LM shares all weights; only its decoder is replaced by one that returns the hidden
@@ -252,6 +252,7 @@ def _head_of(module: torch.nn.Module) -> Any:
     head._modules[module.base_model_prefix] = _Given()
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
-        return head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        out: torch.Tensor = head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return out
 
     return logits

@@ -92,7 +92,7 @@ function drawRunning(view, g) {
     const x = g.x(t[i]);
     svg.append(shape("path", { d: `M${x - 3.5} 0h7l-3.5 7z`, style: "fill:var(--preempt)" }));
   });
-  const { values } = ticks(Math.max(top_, deep), ((top_ + deep) * unit) / 46);
+  const { values } = ticks(Math.max(top_, deep), ((top_ + deep) * unit) / 30);
   for (const value of values) {
     for (const sign of value ? [1, -1] : [1]) {
       if (value > (sign > 0 ? top_ : deep)) continue;

@@ -4,7 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs;
 const state = { stretch: false, cursor: null, request: null };
 const views = []; // every plot: {run, draw(), show()}
-const LEFT = 38, RIGHT = 8, AXIS = 30;
+const LEFT = 43, RIGHT = 8, AXIS = 30;
 
 /* Ids, not positions: a request has one colour under every strategy, also where others were refused. */
 const ordinals = new Map();
@@ -135,7 +135,7 @@ function timeAxis(view, g) {
       shape("text", { x: LEFT + g.inner, y: view.height + 27, "text-anchor": "end" }, "seconds since the first arrival"));
   const end = g.x(view.run.end);
   if (g.x(span(view.run)) - end > 90)
-    view.svg.append(shape("text", { class: "end", x: end + 6, y: 12 }, "done after " + clock(view.run.end)));
+    view.svg.append(shape("text", { class: "end", x: end + 6, y: 12 }, view.run.peak ? "done after " + clock(view.run.end) : "nothing ran"));
 }
 
 /* rows: {caption, lines: [[colour class or variable, words, figure, figure, dim]]} */
@@ -184,12 +184,14 @@ function point(view, options) {
   });
 }
 
-let waiting = false;
+let waiting = false, repaint = false;
 function refresh() {
   if (waiting) return;
   waiting = true;
   requestAnimationFrame(() => {
     waiting = false;
+    if (repaint) for (const view of views) view.paint?.();
+    repaint = false;
     for (const view of views) view.show();
   });
 }
@@ -197,7 +199,7 @@ function refresh() {
 function choose(id) {
   if (state.request === id) return;
   state.request = id;
-  for (const view of views) if (view.paint) view.paint();
+  repaint = true;
 }
 
 const tip = document.getElementById("tip");

@@ -35,17 +35,19 @@ function paintMap(view) {
   const inks = Array.from({ length: COLOURS }, (_, i) => colour("r" + i));
   const pale = inks.map((ink) => emptyPattern(context, ink));
   const chosen = state.request;
+  const scale = Math.max(1, window.devicePixelRatio || 1);
+  const snap = (value) => Math.round(value * scale) / scale; // no seams between neighbours
   columns.forEach((column, i) => {
-    const x = g.x(t[i]), width = Math.max(0.6, g.x(i + 1 < t.length ? t[i + 1] : run.end) - x + 0.4);
+    const x = snap(g.x(t[i])), width = Math.max(1 / scale, snap(g.x(i + 1 < t.length ? t[i + 1] : run.end)) - x);
     let row = 0;
     for (let k = 0; k < column.length; k += 2) {
-      const code = column[k], cells = column[k + 1], y = (row / rows) * height;
+      const code = column[k], cells = column[k + 1], y = snap((row / rows) * height);
       row += cells;
       if (code < 0) continue;
       const id = run.requests[code >> 1]?.[0], index = ordinals.get(id) % COLOURS;
       context.globalAlpha = chosen === null || chosen === id ? 1 : 0.16;
       context.fillStyle = code & 1 ? inks[index] : pale[index];
-      context.fillRect(x, y, width, (cells / rows) * height + 0.3);
+      context.fillRect(x, y, width, snap((row / rows) * height) - y);
     }
   });
   context.globalAlpha = 1;
@@ -97,7 +99,10 @@ function ownersAt(run, t) {
 }
 
 function mapValues(run, t) {
-  if (t === null) return { caption: "", lines: [] };
+  if (t === null) {
+    const lines = [["key full", "token states"], ["key empty", "reserved and empty"], ["key nobody", "nobody's"]];
+    return { caption: "", lines: lines.map((line) => [...line, "", "", false]) };
+  }
   const { held, nobody } = ownersAt(run, t), most = [...held].sort((a, b) => b[1] - a[1]), rows = run.map.rows || 1;
   const lines = most.slice(0, 7).map(([owner, cells]) => {
     const id = run.requests[owner][0];
@@ -194,13 +199,20 @@ function begin() {
   for (const box of document.querySelectorAll("[data-plots]"))
     for (const run of runs) addRow(box, run, PLOTS[box.dataset.plots]);
   drawAll();
-  const axis = document.getElementById("axis");
-  axis.addEventListener("click", () => {
-    state.stretch = !state.stretch;
-    axis.setAttribute("aria-pressed", String(state.stretch));
-    axis.textContent = state.stretch ? "Put all runs on one time axis" : "Stretch each run to full width";
-    drawAll();
+  const buttons = document.querySelectorAll("button.axis");
+  const label = () => buttons.forEach((button) => {
+    button.setAttribute("aria-pressed", String(state.stretch));
+    button.textContent = state.stretch ? "Put all runs on one time axis" : "Stretch each run to full width";
   });
+  label();
+  for (const button of buttons)
+    button.addEventListener("click", () => {
+      const before = button.getBoundingClientRect().top;
+      state.stretch = !state.stretch;
+      label();
+      drawAll();
+      window.scrollBy(0, button.getBoundingClientRect().top - before);
+    });
   window.addEventListener("resize", drawAll);
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", drawAll);
 }

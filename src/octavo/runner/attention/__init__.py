@@ -18,7 +18,8 @@ from octavo.runner.store import KVStore
 IMPLEMENTATION = "octavo"
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Row:
     """One sequence in the batch: its tokens lie at [offset, offset + count) of the flat batch and are its
     positions [start, start + count)."""
 
@@ -78,12 +79,13 @@ class Current:
 @dataclass(slots=True, eq=False)
 class LayerCache:
     """What one attention module needs. `shape.layer` is the layer whose KV it reads; `writes` is False for layers
-    that share another layer's KV."""
+    that share another layer's KV; `longest` is the longest sequence the model takes."""
 
     layer: int
     shape: LayerKV
     group: int
     writes: bool
+    longest: int
     store: KVStore
     backend: Backend
     current: Current
@@ -125,8 +127,10 @@ class LayerCache:
         return self.backend.attend(query[0], key, value, self, scoring).unsqueeze(0)
 
     def _check(self, key: torch.Tensor, value: torch.Tensor, window: int | None) -> None:
-        found = (key.shape[0], key.shape[2], value.shape[2], window)
         shape = self.shape
+        if shape.window is None and window is not None and window >= self.longest:
+            window = None  # a window that no sequence can fill
+        found = (key.shape[0], key.shape[2], value.shape[2], window)
         if found != (shape.kv_heads, shape.k_dim, shape.v_dim, shape.window) or key.dtype != self.k.dtype:
             raise ModelError(
                 f"layer {self.layer}: the model produces (KV heads, K dim, V dim, window) = {found} in {key.dtype}, "
@@ -154,7 +158,7 @@ def paged_attention(
     """
     if attention_mask is not None or position_bias is not None:
         raise ModelError(f"{type(module).__name__} adds a mask or position bias of its own; it is not supported.")
-    cache: LayerCache = module.octavo_layer
+    cache: Any = module.octavo_layer  # a LayerCache
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return cache.run(query, key, value, Scoring(scale, softcap, s_aux), sliding_window), None
 

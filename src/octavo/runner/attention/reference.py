@@ -187,9 +187,7 @@ def _pages(view: torch.Tensor, bucket: Bucket) -> torch.Tensor:
 def _gather(cache: LayerCache, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of positions [span.first, length) as [kv_heads, positions, dim]."""
     count = span.row.length - span.first
-    k, v = (
-        view.index_select(0, span.blocks).transpose(0, 1).flatten(1, 2)[:, :count] for view in (cache.k, cache.v)
-    )
+    k, v = (view.index_select(0, span.blocks).transpose(0, 1).flatten(1, 2)[:, :count] for view in (cache.k, cache.v))
     return k, v
 
 
