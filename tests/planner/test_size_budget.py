@@ -77,28 +77,38 @@ def test_the_longest_length_fits_and_one_more_does_not(spec: KVSpec, block: int,
         require_length(pool, longest + 1)
 
 
-@given(spec=SPECS, block=BLOCKS, chunk=CHUNKS, tokens=st.integers(1, 3000))
-def test_blocks_cover_what_a_sequence_really_holds(spec: KVSpec, block: int, chunk: int, tokens: int) -> None:
-    """Walk a sequence through its steps, freeing what left the window: the peak is the prediction."""
+def peak_blocks(window: int | None, tokens: int, block: int, chunk: int, first: int) -> int:
+    """Walk a sequence through its steps, the first one of `first` tokens; free what left the window; blocks at peak."""
+    peak = at = 0
+    while at < tokens:
+        end = min(tokens, at + (chunk if at else first))
+        oldest = 0 if window is None else max(0, at - (window - 1))
+        peak = max(peak, -(-end // block) - oldest // block)
+        at = end
+    return peak
+
+
+@given(spec=SPECS, block=BLOCKS, chunk=CHUNKS, tokens=st.integers(1, 3000), first=st.integers(1, 400))
+def test_blocks_cover_what_a_sequence_really_holds(
+    spec: KVSpec, block: int, chunk: int, tokens: int, first: int
+) -> None:
     pool = Pool(spec, 0, block, chunk)
-    for group in spec.groups:
-        if group.bytes_per_token == 0:
-            continue
-        peak = 0
-        for offset in range(min(block, 17)):  # a step boundary may fall anywhere in a block
-            at = 0
-            while at < tokens:
-                end = min(tokens, at + (chunk if at or not offset else min(offset, chunk)))
-                first = 0 if group.window is None else max(0, at - (group.window - 1))
-                peak = max(peak, -(-end // block) - first // block)
-                at = end
+    for group in (g for g in spec.groups if g.bytes_per_token):
         predicted = pool.group_blocks(group, tokens)
+        peak = peak_blocks(group.window, tokens, block, chunk, min(first, chunk))
         assert peak <= predicted
         if group.window is None:
             assert peak == predicted
-        else:
-            span = min(tokens, group.window - 1 + chunk)
-            assert predicted <= -(-span // block) + 1  # within one block of window + chunk, or of the length
+        else:  # within one block of window + chunk, or of the length
+            assert predicted <= -(-min(tokens, group.window - 1 + chunk) // block) + 1
+
+
+@pytest.mark.parametrize(("window", "block", "chunk"), [(6, 4, 3), (5, 4, 1), (8, 4, 8), (1, 16, 16), (64, 16, 17)])
+def test_the_bound_of_a_window_is_reached(window: int, block: int, chunk: int) -> None:
+    """For some first step, a long sequence holds exactly the blocks predicted: not one is there for safety."""
+    spec = mixed(0, 1, window)
+    predicted = Pool(spec, 0, block, chunk).group_blocks(spec.groups[0], 10_000)
+    assert max(peak_blocks(window, 10_000, block, chunk, first) for first in range(1, chunk + 1)) == predicted
 
 
 @settings(max_examples=200)

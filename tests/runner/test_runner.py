@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from driver import Driver, make_sequence
+from driver import Driver, make_sequence, reference
 from tiny import tiny_module
 
 from octavo.kv.api import Copy, View
@@ -15,6 +15,7 @@ from octavo.models.errors import ModelError
 from octavo.models.loader import LoadedModel, loaded
 from octavo.runner.api import SeqWork, StepPlan, StepResult
 from octavo.runner.memory import measure
+from octavo.runner.sampler import Sampler
 from octavo.runner.torch_runner import TorchRunner
 from octavo.types import SamplingParams
 
@@ -115,6 +116,29 @@ def test_missing_blocks_are_told_before_anything_is_written(llama: LoadedModel) 
         assert not driver.runner.store.buffer.any()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+def test_what_earlier_holders_left_is_never_seen(name: str) -> None:
+    """Slots beyond a sequence's length hold anything at all: K no number, V the largest finite one."""
+    model = loaded(name, tiny_module(name), None, torch.device("cpu"))
+    wanted = reference(tiny_module(name), PROMPT, 6)
+    driver = Driver(model, 16, 64)
+    for layer in model.layers:
+        driver.runner.store.k[layer.layer].fill_(float("nan"))
+        driver.runner.store.v[layer.layer].fill_(torch.finfo(torch.float32).max)
+    seqs = [driver.new(i, PROMPT[: 13 - i], SamplingParams(temperature=0.0)) for i in range(3)]
+    assert driver.generate(seqs, 6, 5)[0] == wanted
+
+
+def test_overflow_of_one_sequence_stays_its_own(llama: LoadedModel) -> None:
+    store = Driver(llama, 4, 8).runner.store
+    bad = torch.full((1, 2, 16), float("inf"))
+    store.write(0, bad, bad * float("nan"), torch.tensor([3]), torch.tensor([1]))
+    assert torch.isfinite(store.v[0]).all()
+    rows = torch.full((1, 300), float("nan"))
+    seq = make_sequence(0, PROMPT, SamplingParams(temperature=1.0, top_p=0.5, seed=1))
+    assert 0 <= Sampler().sample(rows, [0], [seq])[0][0] < 300
+
+
 def test_a_wrong_shape_is_an_error_and_not_a_corruption(llama: LoadedModel) -> None:
     wrong = tuple(dataclasses.replace(layer, window=8) for layer in llama.layers)
     model = dataclasses.replace(llama, layers=wrong)
@@ -137,6 +161,7 @@ def test_other_architectures_are_refused_in_a_sentence() -> None:
     for config, word in (
         (tf.BloomConfig(**small, n_head=2), "ALiBi"),
         (tf.FalconConfig(**small, num_attention_heads=2, alibi=True), "ALiBi"),
+        (tf.MambaConfig(**small), "linear_attention"),
         (tf.GPTNeoConfig(**small, num_heads=2, attention_types=[[["global"], 1]]), "attention interface"),
     ):
         module = tf.AutoModelForCausalLM.from_config(config)

@@ -32,42 +32,37 @@ def size(
 ) -> None:
     """KV bytes per token of a model, and the lengths and concurrency that a memory budget gives."""
     # Imported here so that the other commands do not pay for them.
-    from octavo.config import parse_bytes
-    from octavo.errors import OctavoError
-
-    def in_bytes(text: str | None, name: str) -> int | None:
-        return None if text is None else parse_bytes(text, name)
-
-    try:
-        from octavo.planner.sizing import SizeRequest, size_model
-
-        result = size_model(
-            SizeRequest(
-                model=model,
-                kv_dtype=kv_dtype,
-                tp=tp,
-                mla=mla,
-                block_size=block_size,
-                max_model_len=max_model_len,
-                memory=in_bytes(memory, "memory"),
-                gpu=gpu,
-                kv_memory=in_bytes(kv_memory, "kv-memory"),
-                num_blocks=num_blocks,
-                weight_dtype=weight_dtype,
-                weight_memory=in_bytes(weight_memory, "weight-memory"),
-                users=users,
-                length=length,
-                utilization=utilization,
-                max_num_seqs=max_num_seqs,
-                max_batched_tokens=max_batched_tokens,
-            )
-        )
-    except OctavoError as error:
-        typer.echo(f"octavo size: {error}", err=True)
-        raise typer.Exit(1) from None
     from octavo.commands.size_report import as_json, print_report
+    from octavo.planner.sizing import SizeRequest, size_model
 
+    result = size_model(
+        SizeRequest(
+            model=model,
+            kv_dtype=kv_dtype,
+            tp=tp,
+            mla=mla,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            memory=_in_bytes(memory, "memory"),
+            gpu=gpu,
+            kv_memory=_in_bytes(kv_memory, "kv-memory"),
+            num_blocks=num_blocks,
+            weight_dtype=weight_dtype,
+            weight_memory=_in_bytes(weight_memory, "weight-memory"),
+            users=users,
+            length=length,
+            utilization=utilization,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+        )
+    )
     if as_data:
         typer.echo(json.dumps(as_json(result), indent=2))
     else:
         print_report(result)
+
+
+def _in_bytes(text: str | None, name: str) -> int | None:
+    from octavo.config import parse_bytes
+
+    return None if text is None else parse_bytes(text, name)

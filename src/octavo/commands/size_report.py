@@ -244,8 +244,10 @@ def _print_memory(console: Any, result: SizeResult) -> None:
     if high.blocks is not None and low.blocks is not None:
         blocks, slots = _span(low.blocks, high.blocks), _span(low.slots, high.slots)
         console.print(f"\n{blocks} blocks of {size} tokens = {slots} token slots")
-    longest = _span(_reachable(result, low), _reachable(result, high))
-    console.print(f"Longest sequence that fits alone: [bold]{longest} tokens[/]{_beyond(result, low)}\n")
+    longest = f"{_span(_reachable(result, low), _reachable(result, high))} tokens"
+    if _reachable(result, low) is None:
+        longest = "no limit"
+    console.print(f"Longest sequence that fits alone: [bold]{longest}[/]{_beyond(result, low)}\n")
     table = _table("sequences of", "run together", "before rounding", "KV of one")
     for length in result.lengths():
         ratio = (f"{low.concurrency(length):,.2f}", f"{high.concurrency(length):,.2f}")

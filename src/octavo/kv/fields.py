@@ -24,7 +24,7 @@ NESTED = ("thinker_config", "text_config", "llm_config", "language_config", "lan
 #: Other names of a field in published configs; a dot reaches into a sub-mapping.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads", "num_query_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "num_query_heads", "attention_heads"),
     "hidden_size": ("n_embd", "n_embed", "d_model", "model_dim"),
     "num_key_value_heads": (
         "num_kv_heads",

@@ -38,7 +38,11 @@ def mla_shape(fields: Fields) -> MLAShape | None:
         return None
     rope = fields.count("qk_rope_head_dim")
     nope = fields.count("qk_nope_head_dim")
-    return MLAShape(rank, rope, query_heads(fields), nope + rope, fields.count("v_head_dim"))
+    # MiniCPM3 leaves v_head_dim to hidden_size / num_attention_heads.
+    v_dim = fields.maybe_count("v_head_dim") or (head_dim(fields) if fields.family == "minicpm3" else None)
+    if v_dim is None:
+        raise fields.missing("v_head_dim")
+    return MLAShape(rank, rope, query_heads(fields), nope + rope, v_dim)
 
 
 def query_heads(fields: Fields) -> int:

@@ -19,7 +19,7 @@ from octavo.kv.layer_rules import FULL, NONE, RULES, STATE, WINDOW, Layer, Layer
 _SUSPECT = re.compile(
     r"sliding|window|chunk_size|chunked|local_att|linear_att|linear_num|mamba|ssm|rwkv|recurrent|lru_|"
     r"conv_kernel|conv_l_cache|hybrid|block_types|block_configs|layer_types|layers_block|layer_group_size|"
-    r"attn_layer|attn_type_list|full_attn|cross_attention_layers|global_attn_every|kv_shared|share_kv|kv_share|use_cla|kv_source|compress",
+    r"attn_layer|attn_type_list|full_attn|cross_attention_layers|global_attn_every|kv_shared|share_kv|kv_share|use_cla|kv_source|compress_ratio",
     re.IGNORECASE,
 )
 _HARMLESS = frozenset({"use_sliding_window", "max_window_layers", "mlp_layer_types"})

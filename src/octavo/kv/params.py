@@ -168,13 +168,13 @@ def _mlp(fields: Fields, index: int, traits: Traits) -> tuple[int, int, int]:
     """(matrix, expert, small) parameters of the MLP of layer `index`."""
     hidden = fields.count("hidden_size")
     sides = 3 if traits.gated else 2
-    experts = fields.maybe_count("num_experts")
+    experts = _number(fields, "num_experts")
     if experts is None or experts == 1 or not _is_sparse(fields, index):
         width = fields.maybe_count("intermediate_size_mlp") or _dense_width(fields)
         bias = width * (sides - 1) + hidden if "m" in traits.bias or fields.data.get("mlp_bias") else 0
         return sides * hidden * width, 0, bias
-    width = fields.maybe_count("moe_intermediate_size") or fields.count("intermediate_size")
-    shared = (fields.maybe_count("n_shared_experts") or 0) * width
+    width = _number(fields, "moe_intermediate_size") or fields.count("intermediate_size")
+    shared = (_number(fields, "n_shared_experts") or 0) * width
     shared += fields.maybe_count("shared_expert_intermediate_size") or 0
     if fields.family == "llama4_text":
         shared = width
@@ -186,11 +186,19 @@ def _mlp(fields: Fields, index: int, traits: Traits) -> tuple[int, int, int]:
     return sides * hidden * shared, sides * hidden * width * experts, small
 
 
+def _number(fields: Fields, name: str) -> int | None:
+    """A positive integer, or the largest of a list with one per layer."""
+    value = fields.find(name)
+    if isinstance(value, list) and value:
+        value = max(value)
+    return fields.as_count(name, value) if value else None
+
+
 def _dense_width(fields: Fields) -> int:
     """MLP width; GPT-2-like configs leave it out when it is four times the hidden size."""
-    width = fields.find("intermediate_size")
+    width = _number(fields, "intermediate_size")
     if width is not None:
-        return fields.as_count("intermediate_size", max(width) if isinstance(width, list) and width else width)
+        return width
     if fields.family in ("gpt2", "gptj", "gpt_neo", "codegen", "bloom", "gpt_bigcode", "mpt", "falcon"):
         return 4 * fields.count("hidden_size")
     raise fields.missing("intermediate_size")
@@ -213,9 +221,9 @@ def _is_sparse(fields: Fields, index: int) -> bool:
 def mlp_width(config: Mapping[str, Any], names: Mapping[str, str] | None = None) -> int:
     """Channels of the MLP that one token passes: the dense width, or that of its active experts together."""
     fields = Fields(config, names)
-    active = fields.maybe_count("num_experts_per_tok")
+    active = _number(fields, "num_experts_per_tok")
     if active is None or fields.find("num_experts") is None:
         return _dense_width(fields)
-    width = fields.maybe_count("moe_intermediate_size") or fields.count("intermediate_size")
-    shared = (fields.maybe_count("n_shared_experts") or 0) * width
+    width = _number(fields, "moe_intermediate_size") or fields.count("intermediate_size")
+    shared = (_number(fields, "n_shared_experts") or 0) * width
     return active * width + shared + (fields.maybe_count("shared_expert_intermediate_size") or 0)

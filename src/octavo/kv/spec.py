@@ -155,8 +155,8 @@ def spec_from_config(
     if mla_form not in ("latent", "expanded"):
         raise ConfigError(f"mla_form is {mla_form!r}; it must be latent or expanded.")
     fields = Fields(config, names)
-    if fields.data.get("is_encoder_decoder"):
-        raise ConfigError(f"{fields.prefix}is_encoder_decoder is true; Octavo sizes decoder-only models.")
+    if fields.data.get("is_encoder_decoder") or fields.top.get("is_encoder_decoder"):
+        raise ConfigError("is_encoder_decoder is true; Octavo sizes decoder-only models.")
     positions = _max_positions(fields)
     layers = layer_plan(fields, positions)
     heads = query_heads(fields) if any(layer.kind for layer in layers) else None

@@ -47,6 +47,11 @@ def layer_shapes(config: Any, dtype: torch.dtype) -> tuple[tuple[LayerKV, ...], 
     transformers expands an MLA latent to one K and V per head before it attends, so that form is what is cached.
     """
     spec = spec_from_config(config.to_dict(), kv_dtype=_KV_DTYPES[dtype], mla_form="expanded")
+    if spec.fixed_bytes:
+        raise ModelError(
+            f"{spec.model_type}: the model has layers with recurrent state ({spec.fixed_bytes:,} bytes per sequence), "
+            "which the torch runner does not keep; choose a model whose layers all attend."
+        )
     owners = [
         LayerKV(layer, group.kv_heads, group.k_dim, group.v_dim, dtype.itemsize, group.window)
         for group in spec.groups

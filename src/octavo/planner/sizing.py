@@ -147,14 +147,24 @@ def _costs(request: SizeRequest, source: ModelSource, notes: list[str]) -> tuple
     if request.max_num_seqs < 1 or request.max_batched_tokens < 1:
         raise BudgetError("max_num_seqs and max_batched_tokens must be at least 1.")
     fields = Fields(source.config, source.names)
-    activations = activation_allowance(
-        hidden=fields.count("hidden_size"),
-        mlp_width=mlp_width(source.config, source.names),
-        vocab=fields.count("vocab_size"),
-        tp=request.tp,
-        max_batched_tokens=request.max_batched_tokens,
-        max_num_seqs=request.max_num_seqs,
-    )
+    hidden, vocab = fields.count("hidden_size"), fields.count("vocab_size")
+    try:
+        widths = [mlp_width(source.config, source.names)]
+    except ConfigError as error:
+        widths = [0, 8 * hidden]
+        notes.append(f"The activations are an interval, for MLPs of 0 to 8 x hidden_size channels: {error}")
+    ends = [
+        activation_allowance(
+            hidden=hidden,
+            mlp_width=width,
+            vocab=vocab,
+            tp=request.tp,
+            max_batched_tokens=request.max_batched_tokens,
+            max_num_seqs=request.max_num_seqs,
+        )
+        for width in widths
+    ]
+    activations = Amount(ends[0].low, ends[-1].high, ends[-1].source)
     return _weights(request, source, notes), activations, workspace_allowance(request.tp)
 
 

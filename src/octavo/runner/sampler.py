@@ -18,7 +18,7 @@ from octavo.types import Request, RequestError, SamplingParams, Sequence, derive
 
 _MASK64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_TOP_P_GUESS = 1024  # candidates to sort before falling back to the whole vocabulary
+_CHUNK = 256
 
 
 def uniform(seed: int, index: int) -> float:
@@ -87,8 +87,11 @@ class Sampler:
         for row, seq in zip(adjusted, seqs, strict=True):
             if _adjusts(seq):
                 _adjust(row, seq)
-        tokens = adjusted.argmax(-1)
         random = [i for i, p in enumerate(params) if not p.greedy]
+        if len(random) < len(seqs):
+            tokens = adjusted.argmax(-1)
+        else:
+            tokens = torch.empty(len(seqs), dtype=torch.int64, device=logits.device)
         if random:
             chances = [uniform(self.seed_for(seqs[i]), seqs[i].generated) for i in random]
             tokens[random] = _draw(adjusted[random], [params[i] for i in random], chances)
@@ -126,49 +129,57 @@ def _adjust(row: torch.Tensor, seq: Sequence) -> None:
 
 
 def _draw(logits: torch.Tensor, params: list[SamplingParams], chances: list[float]) -> torch.Tensor:
-    """Tokens [n] by inverse CDF in vocabulary order; logits [n, vocabulary] float32 are spoilt."""
+    """Tokens [n] for logits [n, vocabulary] float32."""
     device = logits.device
-    temperature = torch.tensor([p.temperature for p in params], device=device, dtype=torch.float32)
+    temperature = torch.tensor([p.temperature for p in params], device=device)[:, None]
     top = logits.amax(-1, keepdim=True)  # subtracted first, so that a tiny temperature cannot overflow
-    probs = ((logits - top) / temperature[:, None]).softmax(-1)
-    if any(p.min_p > 0 for p in params):
-        floor = torch.tensor([p.min_p for p in params], device=device)[:, None] * probs.amax(-1, keepdim=True)
-        probs = torch.where(probs < floor, 0.0, probs)
-    _keep_top_k(probs, [i for i, p in enumerate(params) if 0 < p.top_k < probs.shape[1]], params)
-    _keep_top_p(probs, [i for i, p in enumerate(params) if p.top_p < 1.0], params)
-    total = probs.cumsum(-1, dtype=torch.float64)
-    target = torch.tensor(chances, device=device, dtype=torch.float64)[:, None] * total[:, -1:]
-    highest = torch.nextafter(total[:, -1:], torch.zeros_like(total[:, -1:]))
-    return torch.searchsorted(total, torch.minimum(target, highest), right=True).squeeze(-1)
+    probs = ((logits - top) / temperature).softmax(-1).nan_to_num_(0.0)
+    for row, p in zip(probs, params, strict=True):
+        if p.min_p > 0 or p.top_k > 0 or p.top_p < 1:
+            row.masked_fill_(row < _least(row, p), 0.0)
+    return _inverse_cdf(probs, torch.tensor(chances, device=device, dtype=torch.float64))
 
 
-def _keep_top_k(probs: torch.Tensor, rows: list[int], params: list[SamplingParams]) -> None:
-    """Zero all but the k most likely tokens of `rows` (ties with the last one stay), in place."""
-    if not rows:
-        return
-    counts = torch.tensor([params[i].top_k for i in rows], device=probs.device)
-    chosen = probs[rows]
-    best = chosen.topk(int(counts.max()), dim=-1).values
-    probs[rows] = torch.where(chosen < best.gather(1, counts[:, None] - 1), 0.0, chosen)
+def _least(row: torch.Tensor, p: SamplingParams) -> torch.Tensor:
+    """The probability that a token needs to pass min-p, top-k and top-p: each filter is a threshold.
 
-
-def _keep_top_p(probs: torch.Tensor, rows: list[int], params: list[SamplingParams]) -> None:
-    """Keep in `rows` the smallest set of most likely tokens whose mass reaches top_p, in place.
-
-    Tokens as likely as the last one kept stay too, so that the result does not depend on how ties are sorted.
+    Ties with the last token kept stay, so that the result does not depend on how ties are sorted.
     """
-    if not rows:
-        return
-    chosen = probs[rows]
-    wanted = torch.tensor([params[i].top_p for i in rows], device=probs.device, dtype=torch.float64)[:, None]
-    wanted = wanted * chosen.sum(-1, keepdim=True, dtype=torch.float64)
-    best = chosen.topk(min(_TOP_P_GUESS, chosen.shape[1]), dim=-1).values
-    mass = best.cumsum(-1, dtype=torch.float64)
-    if best.shape[1] < chosen.shape[1] and bool((mass[:, -1:] < wanted).any()):
-        best = chosen.sort(-1, descending=True).values
-        mass = best.cumsum(-1, dtype=torch.float64)
-    last = (mass < wanted).sum(-1, keepdim=True).clamp(max=best.shape[1] - 1)
-    probs[rows] = torch.where(chosen < best.gather(1, last), 0.0, chosen)
+    least = p.min_p * row.max()
+    if 0 < p.top_k < len(row):
+        least = torch.maximum(least, row.topk(p.top_k).values[-1])
+    if p.top_p < 1:  # the smallest set of most likely tokens whose share of what is left reaches top_p
+        left = torch.where(row < least, 0.0, row)
+        mass = left.sum(dtype=torch.float64)
+        # All tokens below this floor together have less than the mass that may be dropped: no need to sort them.
+        floor = mass * (1 - p.top_p) / len(row)
+        best = left[left >= floor].sort(descending=True).values
+        last = (best.cumsum(0, dtype=torch.float64) < mass * p.top_p).sum().clamp(max=len(best) - 1)
+        least = torch.maximum(least, best[last])
+    return least
+
+
+def _inverse_cdf(weights: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    """For each row of weights [n, vocabulary] the first token at which the running sum exceeds chance × total.
+
+    Sums in float64 over chunks, then inside the chunk found: a running sum over the whole row costs ten times more.
+    """
+    size = weights.shape[1]
+    chunks = torch.nn.functional.pad(weights, (0, -size % _CHUNK)).view(len(weights), -1, _CHUNK)
+    sums = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = chances[:, None] * sums[:, -1:]
+    chunk = _first_above(sums, target)
+    before = torch.where(chunk > 0, sums.gather(1, (chunk - 1).clamp(min=0)), 0.0)
+    inner = chunks[torch.arange(len(chunks), device=weights.device), chunk[:, 0]].cumsum(-1, dtype=torch.float64)
+    return (chunk * _CHUNK + _first_above(inner, target - before))[:, 0].clamp(max=size - 1)
+
+
+def _first_above(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Index [n, 1] of the first running sum above the target; the last one with weight if rounding leaves none, and
+    some index if the sums are no numbers (a model that overflowed must not fail the others' step)."""
+    total = sums[:, -1:]
+    found = torch.searchsorted(sums, torch.minimum(target, torch.nextafter(total, -total)), right=True)
+    return found.clamp(max=sums.shape[1] - 1)
 
 
 def _report(logits: torch.Tensor, seqs: list[Sequence], tokens: list[int]) -> dict[int, TokenLogprobs]:

@@ -43,7 +43,6 @@ class KVStore:
                     f"{dtype} ({dtype.itemsize} bytes); this runner stores KV in the model's dtype."
                 )
         self.layout, self.num_blocks = layout, num_blocks
-        # Zeros, because masked slots are read too: 0 x stale NaN would spoil a neighbour's sum.
         self.buffer = torch.zeros(num_blocks, layout.page_bytes, dtype=torch.uint8, device=device)
         self.k: dict[int, torch.Tensor] = {}
         self.v: dict[int, torch.Tensor] = {}
@@ -67,9 +66,13 @@ class KVStore:
         )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Store k [tokens, kv_heads, k_dim] and v [tokens, kv_heads, v_dim] at (blocks[i], offsets[i])."""
+        """Store k [tokens, kv_heads, k_dim] and v [tokens, kv_heads, v_dim] at (blocks[i], offsets[i]).
+
+        V that is no finite number (an overflow in half precision) is stored as 0: the next holder of the block reads
+        all of its slots with weight 0, and 0 x infinity would spoil another request's sum.
+        """
         self.k[layer][blocks, :, offsets] = k
-        self.v[layer][blocks, :, offsets] = v
+        self.v[layer][blocks, :, offsets] = v.nan_to_num(0.0, 0.0, 0.0)
 
     def apply(self, copies: Sequence[Copy]) -> None:
         """Run the copies in order; each reads all of its source before it writes.

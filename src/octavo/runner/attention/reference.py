@@ -23,13 +23,13 @@ _MAX_SCORES = 1 << 24  # scores computed at once by the explicit path (64 MiB of
 class Bucket:
     """Sequences of one new token each, padded to `width` blocks of the widest.
 
-    tokens [n] places in the flat batch; blocks [n * width]; mask [n, 1, 1, width * block] additive, float32.
+    tokens [n] places in the flat batch; blocks [n * width]; hidden [n, 1, 1, width * block] (True: not visible).
     """
 
     tokens: torch.Tensor
     blocks: torch.Tensor
     width: int
-    mask: torch.Tensor
+    hidden: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -135,12 +135,11 @@ def _bucket(
     visible = position < lengths[:, None]
     if window is not None:
         visible &= position >= lengths[:, None] - window
-    mask = np.where(visible, np.float32(0), np.float32("-inf"))
     return Bucket(
         torch.tensor([row.offset for row in rows], device=device),
         torch.from_numpy(blocks.reshape(-1)).to(device),
         width,
-        torch.from_numpy(mask[:, None, None, :]).to(device),
+        torch.from_numpy(~visible[:, None, None, :]).to(device),
     )
 
 
@@ -168,8 +167,8 @@ def _decode(query: torch.Tensor, cache: LayerCache, bucket: Bucket, scoring: Sco
     pages, kv_heads, page = k.shape[1:4]
     grouped = query.transpose(0, 1).reshape(n, 1, kv_heads, heads // kv_heads, dim)
     scores = torch.matmul(grouped, k.transpose(-1, -2))  # [n, pages, kv_heads, group, page]
-    scores = scores.permute(0, 2, 3, 1, 4).reshape(n, heads, 1, pages * page).float()
-    weights = _softmax(scores, bucket.mask, scoring).to(v.dtype)
+    scores = scores.permute(0, 2, 3, 1, 4).reshape(n, heads, 1, pages * page).to(torch.float32)
+    weights = _softmax(scores, bucket.hidden, scoring).to(v.dtype)
     weights = weights.view(n, kv_heads, heads // kv_heads, pages, page).permute(0, 3, 1, 2, 4)
     return torch.matmul(weights, v).sum(1).view(n, heads, v.shape[-1])
 
@@ -210,20 +209,21 @@ def _prefill(
         size = part.shape[1]
         grouped = part.reshape(kv_heads, heads // kv_heads * size, -1)
         scores = torch.matmul(grouped, key.transpose(-1, -2)).view(1, heads, size, positions).float()
-        hidden = torch.zeros(size, positions, device=query.device)
-        hidden.masked_fill_(~mask[low : low + step], float("-inf"))
-        weights = _softmax(scores, hidden, scoring).to(value.dtype)
+        weights = _softmax(scores, ~mask[low : low + step], scoring).to(value.dtype)
         weights = weights.view(kv_heads, heads // kv_heads * size, positions)
         out[:, low : low + step] = torch.matmul(weights, value).view(heads, size, -1)
     return out
 
 
-def _softmax(scores: torch.Tensor, mask: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """scores [n, heads, queries, positions] in float32 → weights. A sink takes weight and gives no value."""
-    scores = scores * scoring.scale
+def _softmax(scores: torch.Tensor, hidden: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """scores [n, heads, queries, positions] in float32, spoilt → weights. A sink takes weight and gives no value.
+
+    Hidden scores are replaced, not added to: what an earlier holder left in a slot may be infinite or no number.
+    """
+    scores.mul_(scoring.scale)
     if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    scores = scores + mask
+        scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    scores.masked_fill_(hidden, float("-inf"))
     if scoring.sinks is None:
         return scores.softmax(-1)
     sinks = scoring.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
