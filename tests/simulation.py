@@ -10,8 +10,8 @@ from octavo import events as ev
 from octavo.clock import VirtualClock
 from octavo.kv.api import KVManager
 from octavo.kv.check import require
-from octavo.kv.strategies import make_manager
 from octavo.kv.prefix import encode_identity
+from octavo.kv.strategies import make_manager
 from octavo.runner.api import SeqWork, StepPlan, StepResult
 from octavo.runner.simulated import SimulatedRunner, TokenSource, placeholder_token
 from octavo.scheduler.config import SchedulerConfig

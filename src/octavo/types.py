@@ -166,6 +166,7 @@ class Sequence:
     tokens: list[int]
     ceiling: int  # most tokens it may ever hold
     keys: KeyChain
+    submitted_at: float = 0.0
     view: View | None = None
     status: Status = Status.WAITING
     computed: int = 0

@@ -1,4 +1,4 @@
-"""A1, A4 and what a quote promises: blocks at the edges of lengths, regions among holes, refusals that change nothing."""
+"""A1, A4 and what a quote promises: blocks at the edges of lengths, regions among holes, refusals without a trace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from octavo.kv.contiguous import Contiguous
 from octavo.kv.paged import Paged
 from octavo.kv.prefix import KeyChain
 from octavo.kv.strategies import STRATEGIES, make_manager
-from octavo.types import FinishReason
 from octavo.scheduler.explain import Cause
+from octavo.types import FinishReason
 from tests.simulation import Bench
 
 EVERY = pytest.mark.parametrize("strategy", STRATEGIES)

@@ -266,23 +266,31 @@ def test_the_victim_is_the_documented_one(victims: str, expected: str, big_first
 # -- a failed step ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ON_DEMAND)
-def test_a_failed_step_leaves_the_kv_of_the_others_right(strategy: str) -> None:
-    """The runner refuses each step that has copies for sequences that do not compute in it, and runs none of them."""
-    b = bench(strategy, pages=28, max_preemptions=1)
+def idle_but_moved(b: Bench, plan: StepPlan) -> bool:
+    """Whether a copy of the plan brings KV to a sequence that does not compute in it."""
+    brought = {page for copy in plan.copies for page in range(copy.dst, copy.dst + copy.n)}
+    computing = {work.seq.id for work in plan.work}
+    idle = [seq for seq in b.scheduler.running if seq.id not in computing and seq.view]
+    return any(page in brought for seq in idle if seq.view for table in seq.view.tables for page in table)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_failed_step_leaves_the_kv_of_the_others_right(seed: int) -> None:
+    """The runner fails in steps whose copies are for sequences that do not compute in them, and has run none."""
+    b = bench("growing", pages=28 + seed, max_num_batched_tokens=64)
     failed = 0
     for i in range(40):
         b.add(7 + 5 * i % 17, 8 + i % 13, n=1 + i % 3)
     while b.scheduler.busy and b.scheduler.steps < 5000:
         plan = b.scheduler.plan(b.clock.now())
-        if plan.copies and plan.work and failed < 12:
+        if failed < 12 and plan.work and idle_but_moved(b, plan):
             b.scheduler.fail(plan, b.clock.now())
             failed += 1
         else:
             b.scheduler.settle(plan, b.runner.run(plan), b.clock.now())
         b.look()
     b.quiet()
-    assert failed == 12
+    assert failed > 0
 
 
 def test_a_request_that_was_not_in_the_failed_step_goes_on() -> None:
@@ -294,4 +302,3 @@ def test_a_request_that_was_not_in_the_failed_step_goes_on() -> None:
     assert b.all[first][0].finish_reason is FinishReason.ERROR
     b.run()
     assert len(b.tokens(second)) == 4
-

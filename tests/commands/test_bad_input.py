@@ -23,7 +23,9 @@ def tiny_model(tmp_path: Path) -> Path:
 @pytest.fixture
 def workload(tmp_path: Path) -> Path:
     path = tmp_path / "work.jsonl"
-    path.write_text("".join(json.dumps({"arrival": 0, "prompt_tokens": 9, "output_tokens": 4}) + "\n" for _ in range(3)))
+    path.write_text(
+        "".join(json.dumps({"arrival": 0, "prompt_tokens": 9, "output_tokens": 4}) + "\n" for _ in range(3))
+    )
     return path
 
 
@@ -69,7 +71,10 @@ def test_text_prompt_without_tokenizer(capsys, monkeypatch, tiny_model: Path) ->
     ("line", "wanted"),
     [
         ("{oops", "line 2: not JSON"),
-        ('{"prompt_tokens": 0, "output_tokens": 1}', "line 2: prompt_tokens is 0; it must be a whole number of at least 1"),
+        (
+            '{"prompt_tokens": 0, "output_tokens": 1}',
+            "line 2: prompt_tokens is 0; it must be a whole number of at least 1",
+        ),
         ('{"prompt_tokens": 3}', "line 2: output_tokens is None"),
         ('{"prompt_tokens": 3, "output_tokens": 1, "arrival": -1}', "line 2: arrival is -1"),
         ("[1]", "line 2: a JSON object is wanted"),

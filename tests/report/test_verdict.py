@@ -56,7 +56,8 @@ def paged(**changes) -> RunSummary:
 def test_the_usual_answer_has_the_measured_numbers_and_the_change():
     text = verdict([figures(), paged()], max_model_len=8192)
     for part in (
-        "In 377 MB of KV memory reserve-max ran at most 2 requests at once while 34 of 36 had to wait (20 at a time on average)",
+        "In 377 MB of KV memory reserve-max ran at most 2 requests at once while 34 of 36 had to wait "
+        "(20 at a time on average)",
         "all of the waiting was for full memory or behind a request that waited for it",
         "only 4 % of the pool held token states over time: each request reserves 8,192 tokens; 91 % was reserved for "
         "tokens that never came",

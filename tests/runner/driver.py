@@ -22,7 +22,7 @@ def make_sequence(
     request = Request(f"r{number}", tuple(prompt), params, stop_token_ids=frozenset(stop))
     view = View(tuple([] for _ in range(groups)))
     tokens = list(prompt)
-    return Sequence(number, request, index, tokens, 10**6, KeyChain(tokens, 16, b""), view)
+    return Sequence(number, request, index, tokens, 10**6, KeyChain(tokens, 16, b""), view=view)
 
 
 @dataclass

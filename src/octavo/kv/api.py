@@ -7,6 +7,7 @@ numbers. Nothing here knows about tensors, time or threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
@@ -199,6 +200,14 @@ class KVManager(Protocol):
         """Layer groups whose blocks grow with every token (those without a window)."""
 
     @property
+    def windowed(self) -> bool:
+        """Whether `seal` gives blocks back that left a window: then it matters that it is called in every step."""
+
+    @property
+    def final(self) -> bool:
+        """Whether a sequence gets all it will ever hold when it is admitted."""
+
+    @property
     def shares(self) -> bool:
         """Whether sequences can share blocks (prefix cache, fork without a copy)."""
 
@@ -234,8 +243,15 @@ class KVManager(Protocol):
     def ceiling_blocks(self, tokens: int, expected: int) -> int:
         """Blocks that a sequence of at most `tokens` tokens can come to hold at once."""
 
-    def miss(self, chain: KeyChain) -> Miss:
-        """Why the prefix cache does not serve more of the chain's tokens than it does."""
+    def outstanding(self, seq: int, ceiling: int) -> int:
+        """Blocks that `seq` may still take on its way to `ceiling` tokens."""
+
+    def held_by(self, seqs: Iterable[int]) -> int:
+        """Different blocks that these sequences hold together."""
+
+    def miss(self, chain: KeyChain, reused: int | None = None, holder: int | None = None) -> Miss:
+        """Why the prefix cache does not serve more of the chain's tokens than it does; for a sequence that runs
+        (`holder`), why it did not serve more than the `reused` ones."""
 
     def reset_cache(self) -> int:
         """Forget every cached prefix that nobody uses; returns how many blocks became free."""

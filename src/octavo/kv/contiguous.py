@@ -6,7 +6,7 @@ With several layer groups a block stands for one page of each group, side by sid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -75,11 +75,13 @@ class Contiguous:
     shares = False
     evictable = 0
     growing_groups = 1
+    windowed = False
 
     def __init__(self, capacity: int, block_size: int, sizer: Sizer, *, grow: bool, groups: int = 1) -> None:
         self.capacity = capacity
         self.block_size = block_size
         self.pages_per_block = groups
+        self.final = not grow  # a region is all its sequence will ever hold
         self._sizer = sizer
         self._grow = grow
         self._holes = Extents(capacity)
@@ -117,15 +119,13 @@ class Contiguous:
     def _place(self, ask: Ask) -> _Place:
         region = self._regions.get(ask.seq)
         need = self._blocks(max(ask.upto, self._sizer(ask)) if region is None else ask.upto)
-        never = max(need, self._blocks(ask.ceiling)) - self.capacity
-        if never > 0:
-            return _Place(Why.NEVER, add=need, short=never)
+        most = max(need, self._blocks(ask.ceiling)) if self._grow else need
+        if most > self.capacity:
+            return _Place(Why.NEVER, add=need, short=most - self.capacity)
         if region is not None and need <= region.size:
             return _Place(Why.OK)
-        if region is not None and not self._grow:
-            raise ValueError(
-                f"sequence {ask.seq}: {ask.upto} tokens asked for, its region of {region.size} blocks is final"
-            )
+        if region is not None and not self._grow:  # its region is final, and was too small
+            return _Place(Why.NEVER, add=need - region.size, short=need - region.size)
         have = 0 if region is None else region.size
         delta = need - have
         if ask.quota is not None and delta > ask.quota:
@@ -141,13 +141,15 @@ class Contiguous:
             start = self._holes.fit(need)
         else:
             generous = min(max(need, int(region.size * GROWTH)), self._blocks(ask.ceiling))
-            spare = self.free - ask.hold_back
+            spare = min(self.free - ask.hold_back, self.free if ask.quota is None else ask.quota)
+            generous = min(generous, region.size + spare)
             behind = self._holes.run_at(region.start + region.size)
             if region.size + behind >= need:
-                return _Place(Why.OK, add=min(generous - region.size, behind, spare))
-            if generous <= spare and (start := self._holes.fit(generous)) is not None:
+                return _Place(Why.OK, add=min(generous - region.size, behind))
+            room = self.free - ask.hold_back  # a move holds the old run and the new one at once
+            if generous <= room and (start := self._holes.fit(generous)) is not None:
                 return _Place(Why.OK, size=generous, start=start)
-            start = self._holes.fit(need) if need <= spare else None
+            start = self._holes.fit(need) if need <= room else None
         if start is None:
             return _Place(Why.FRAGMENTED, add=need, short=max(1, need - self._holes.largest))
         return _Place(Why.OK, size=need, start=start)
@@ -224,8 +226,9 @@ class Contiguous:
         until `budget` blocks have been copied. Vacated runs are quarantined until `done`."""
         if not self._grow or self._quarantine:
             return ()
-        order = sorted(self._regions.values(), key=lambda region: region.start)
-        cut = len(order) if after is None else order.index(self._regions[after]) + 1
+        order = sorted((r for r in self._regions.values() if r.size), key=lambda region: region.start)
+        last = None if after is None else self._regions[after]
+        cut = order.index(last) + 1 if last in order else len(order)
         copies: list[Copy] = []
         at = 0
         for region in order[:cut]:
@@ -334,7 +337,7 @@ class Contiguous:
         self._version += 1
         before = self.free
         keep = 0 if last is None else max(0, region.size - last)
-        if keep:
+        if last is not None:
             start, size = region.start + keep, region.size - keep
             region.size = keep
             region.computed = min(region.computed, keep * self.block_size)
@@ -355,10 +358,17 @@ class Contiguous:
         return self._regions[seq].size
 
     def ceiling_blocks(self, tokens: int, expected: int) -> int:
-        ask = Ask(-1, tokens, tokens, tokens, expected)
-        return self._blocks(tokens) if self._grow else self._blocks(max(tokens, self._sizer(ask)))
+        if self._grow:
+            return self._blocks(tokens)
+        return self._blocks(max(min(tokens, expected), self._sizer(Ask(-1, 0, tokens, tokens, expected))))
 
-    def miss(self, chain: KeyChain) -> Miss:
+    def outstanding(self, seq: int, ceiling: int) -> int:
+        return max(0, self._blocks(ceiling) - self._regions[seq].size) if self._grow else 0
+
+    def held_by(self, seqs: Iterable[int]) -> int:
+        return sum(self._regions[seq].size for seq in seqs)
+
+    def miss(self, chain: KeyChain, reused: int | None = None, holder: int | None = None) -> Miss:
         """Regions share nothing: every prompt misses from its first token."""
         return Miss(0)
 
@@ -392,7 +402,8 @@ class Contiguous:
     def check(self) -> None:
         runs = [(start, size, "hole") for start, size in self._holes]
         runs += [(waiting.start, waiting.size, "quarantine") for waiting in self._quarantine]
-        runs += [(region.start, region.size, f"region of {seq}") for seq, region in self._regions.items()]
+        regions = {seq: region for seq, region in self._regions.items() if region.size}
+        runs += [(region.start, region.size, f"region of {seq}") for seq, region in regions.items()]
         check_disjoint_runs(self.capacity, runs)
         require(self._holes.total == sum(size for _, size in self._holes), "the free total is the sum of holes")
         for seq, region in self._regions.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class Paged:
     `chunk` is the most tokens one sequence computes in one step, which bounds what a window group holds."""
 
     pages_per_block = 1
+    final = False
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Paged:
         self.shares = sharing
         self.collisions = 0
         self.growing_groups = windows.count(None)
+        self.windowed = any(window is not None for window in windows)
         self._windows = windows
         self._chunk = chunk
         self._pool = BlockPool(capacity, len(windows))
@@ -74,7 +77,7 @@ class Paged:
             for window, table, trimmed in zip(self._windows, held.view.tables, held.trimmed, strict=True):
                 take += self._wanted(ask.upto, window, len(table), len(table) - trimmed)
         available = pool.free + pool.cached - pinned
-        why, short = self._verdict(ask, take, available, take + pinned)
+        why, short = self._verdict(ask, take, available, sum(map(len, shared)))
         return Quote(
             ask=ask,
             why=why,
@@ -92,16 +95,16 @@ class Paged:
             collisions=collisions,
         )
 
-    def _verdict(self, ask: Ask, take: int, available: int, uses: int) -> tuple[Why, int]:
-        """`uses`: blocks that stop being available, cached ones that are reused included."""
+    def _verdict(self, ask: Ask, take: int, available: int, reused: int) -> tuple[Why, int]:
+        """`reused`: cached blocks that the ask would hold without taking any."""
         never = self.ceiling_blocks(max(ask.upto, ask.ceiling), ask.expected) - self.capacity
         if never > 0:
             return Why.NEVER, never
-        if take and ask.quota is not None and take > ask.quota:
-            return Why.QUOTA, take - ask.quota
+        if ask.quota is not None and take and take + reused > ask.quota:
+            return Why.QUOTA, take + reused - ask.quota
         if take > available:
             return Why.FULL, take - available
-        if uses and take > available - ask.hold_back:
+        if (take or reused) and take > available - ask.hold_back:
             return Why.HELD, take - available + ask.hold_back
         return Why.OK, 0
 
@@ -145,9 +148,9 @@ class Paged:
         if held is None:
             held = self._enter(quote)
             self.collisions += quote.collisions
-        copies = self._copy_on_write(held, ask.upto)
+        copies, evicted = self._copy_on_write(held, ask.upto)
         end = -(-ask.upto // self.block_size)
-        taken = evicted = 0
+        taken = 0
         for table in held.view.tables:
             lacking = end - len(table)
             if lacking > 0:
@@ -177,17 +180,20 @@ class Paged:
         self._seqs[quote.ask.seq] = held
         return held
 
-    def _copy_on_write(self, held: _Held, upto: int) -> tuple[Copy, ...]:
+    def _copy_on_write(self, held: _Held, upto: int) -> tuple[tuple[Copy, ...], int]:
+        """Own copies of shared blocks about to be written, and how many cached blocks had to go for them."""
         copies: list[Copy] = []
+        evicted = 0
         for group, at in self._to_copy(held, upto):
             table = held.view.tables[group]
             old = table[at]
-            (new,), _ = self._pool.take(1)
+            (new,), pushed = self._pool.take(1)
+            evicted += pushed
             self._pool.quarantine(old)
             self._pool.drop(old)
             table[at] = new
             copies.append(Copy(old, new))
-        return tuple(copies)
+        return tuple(copies), evicted
 
     # -- prefix cache ----------------------------------------------------------------------------------------------
 
@@ -275,8 +281,11 @@ class Paged:
             table[i] = -1
         held.trimmed[group] = max(held.trimmed[group], first)
 
-    def miss(self, chain: KeyChain) -> Miss:
-        return self._pool.index.explain(chain)
+    def miss(self, chain: KeyChain, reused: int | None = None, holder: int | None = None) -> Miss:
+        served = self._match(chain.upto(chain.length - 1))[0] if reused is None else reused // self.block_size
+        held = self._seqs.get(holder) if holder is not None else None
+        own = {block for table in held.view.tables for block in table} if held else set()
+        return self._pool.index.explain(chain, served, own)
 
     def reset_cache(self) -> int:
         self._version += 1
@@ -345,6 +354,16 @@ class Paged:
 
     def ceiling_blocks(self, tokens: int, expected: int) -> int:
         return sum(self._peak(tokens, window) for window in self._windows)
+
+    def outstanding(self, seq: int, ceiling: int) -> int:
+        held = self._seqs[seq]
+        lacking = len(self._to_copy(held, held.computed + 1))
+        for window, table, trimmed in zip(self._windows, held.view.tables, held.trimmed, strict=True):
+            lacking += max(0, self._peak(ceiling, window) - len(table) + trimmed)
+        return lacking
+
+    def held_by(self, seqs: Iterable[int]) -> int:
+        return len({b for seq in seqs for table in self._seqs[seq].view.tables for b in table if b >= 0})
 
     def ledger(self, hold_back: int = 0, head_need: int = 0) -> Ledger:
         size = self.block_size

@@ -9,7 +9,7 @@ function cannot return another prompt's KV.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -63,7 +63,7 @@ def encode_identity(pairs: Iterable[tuple[str, str]], *fixed: str) -> bytes:
     """
     parts: list[bytes] = []
     for text in (*fixed, *(part for pair in pairs for part in pair)):
-        data = text.encode()
+        data = text.encode("utf-8", "surrogatepass")
         parts.append(len(data).to_bytes(8, "little") + data)
     return len(fixed).to_bytes(8, "little") + b"".join(parts)
 
@@ -90,6 +90,11 @@ class KeyChain:
             data = parent.digest + array("q", content).tobytes()
             self._keys.append(BlockKey(self._digest(data), content, parent))
         return self._keys if len(self._keys) == want else self._keys[:want]
+
+    @property
+    def length(self) -> int:
+        """Tokens known so far."""
+        return len(self._tokens)
 
     def parts(self) -> tuple[Sequence[BlockKey], tuple[int, ...]]:
         """Keys of all full blocks, and the tokens behind the last of them."""
@@ -167,36 +172,24 @@ class PrefixIndex:
             collisions += 1
         return None, collisions
 
-    def explain(self, chain: KeyChain) -> Miss:
-        """Why no more than a prefix of the chain's tokens is served."""
+    def explain(self, chain: KeyChain, served: int, own: Collection[int] = ()) -> Miss:
+        """Why no more than the first `served` blocks of the chain come from the cache. `own`: blocks that the asking
+        sequence has computed itself since."""
         keys, tail = chain.parts()
-        block_size = chain.block_size
-        before: BlockKey | None = None
-        served = 0
-        for key in keys:
-            block, _ = self.find(0, key, before)
-            if block is None:
-                break
-            before = self.key(block)
-            served += 1
+        matched = served * chain.block_size
         wanted = keys[served].tokens if served < len(keys) else tail
         parent = keys[served - 1] if served else chain.root
-        best: Miss | None = None
+        best = Miss(matched)
         for block in self._children.get(parent.digest, ()):
             other = self._entries[block][1]
-            if other.parent is None or not other.parent.same(parent):
+            if block in own or other.parent is None or not other.parent.same(parent):
                 continue
             same = common_prefix(wanted, other.tokens)
-            if best is None or same > best.partial:
-                ended = same == len(wanted)
-                best = Miss(
-                    served * block_size,
-                    same,
-                    served * block_size + same,
-                    None if ended else wanted[same],
-                    other.tokens[same] if same < len(other.tokens) else None,
-                )
-        return best or Miss(served * block_size)
+            if best.position is None or same > best.partial:
+                here = wanted[same] if same < len(wanted) else None
+                there = other.tokens[same] if same < len(other.tokens) else None
+                best = Miss(matched, same, matched + same, here, there)
+        return best
 
     def check(self) -> None:
         from octavo.kv.check import require

@@ -95,7 +95,7 @@ def _profile_plan(counts: list[int], groups: int) -> StepPlan:
         next_block += need * groups
         request = Request(f"profile-{number}", (0,) * count, params)
         tokens = [0] * count
-        seq = Sequence(-1 - number, request, 0, tokens, count, KeyChain(tokens, _BLOCK, b""), View(tables))
+        seq = Sequence(-1 - number, request, 0, tokens, count, KeyChain(tokens, _BLOCK, b""), view=View(tables))
         work.append(SeqWork(seq, 0, count, (seq,)))
     return StepPlan(0, (), tuple(work))
 

@@ -30,7 +30,9 @@ def ceiling_of(request: Request, limit: int, longest: int) -> int:
 
 def check_room(request: Request, ceiling: int, kv: KVManager, config: SchedulerConfig, longest: int) -> None:
     """Raises RequestError if the request exceeds the whole pool, its tenant's quota or the number of slots."""
-    need = kv.ceiling_blocks(ceiling, ceiling)
+    length = request.output_length
+    expected = ceiling if length is None else min(ceiling, len(request.prompt) + length)
+    need = kv.ceiling_blocks(ceiling, expected)
     if need > kv.capacity:
         raise RequestError(
             f"prompt ({len(request.prompt)} tokens) and max_tokens together need {ceiling} tokens ({need} "

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.kv.api import KVManager
 from octavo.types import Sequence
@@ -50,16 +55,42 @@ class Charge:
     hold_back: int
 
 
-ChargeFunction = Callable[[Sequence, "Pool"], Charge]
+class Pool:
+    """What charge functions look at. Made anew when somebody has entered or left: it remembers what it adds up."""
+
+    def __init__(self, kv: KVManager, running: Seq[Sequence], predictor: LengthPredictor) -> None:
+        self.kv = kv
+        self.running = tuple(running)
+        self.predictor = predictor
+
+    @cached_property
+    def outstanding(self) -> int:
+        """Blocks that everybody running may still take."""
+        return sum(outstanding(seq, self.kv) for seq in self.running)
+
+    @cached_property
+    def profile(self) -> PeakProfile:
+        """The running sequences, longest remaining first."""
+        entries = sorted(((self.predictor.remaining(s), len(s.tokens), s) for s in self.running), key=lambda e: -e[0])
+        remaining = np.array([entry[0] for entry in entries], dtype=np.int64)
+        known = np.array([entry[1] for entry in entries], dtype=np.int64)
+        kv = self.kv
+        fixed = np.array([window_blocks(kv, r + k) for r, k, _ in entries], dtype=np.int64)
+        held = sum(kv.growing_groups * -(-s.slots // kv.block_size) for s in self.running) + int(fixed.sum())
+        return PeakProfile(remaining, known, fixed, held)
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """What a charge function looks at."""
+class PeakProfile:
+    """Per running sequence, longest remaining first: tokens to come, tokens known, blocks of its window groups."""
 
-    kv: KVManager
-    running: Iterable[Sequence]
-    predictor: LengthPredictor
+    remaining: NDArray[np.int64]
+    known: NDArray[np.int64]
+    fixed: NDArray[np.int64]
+    held: int  # blocks they hold now
+
+
+ChargeFunction = Callable[[Sequence, Pool], Charge]
 
 
 def charge_prompt(seq: Sequence, pool: Pool) -> Charge:
@@ -69,8 +100,7 @@ def charge_prompt(seq: Sequence, pool: Pool) -> Charge:
 
 def charge_ceiling(seq: Sequence, pool: Pool) -> Charge:
     """Prompt + max_tokens, on top of what everybody running may still take: nobody is ever preempted."""
-    hold_back = sum(outstanding(other, pool.kv) for other in pool.running)
-    return Charge(seq.ceiling, hold_back + unforked(seq, pool.kv))
+    return Charge(seq.ceiling, pool.outstanding + unforked(seq, pool.kv))
 
 
 def charge_peak(seq: Sequence, pool: Pool) -> Charge:
@@ -78,20 +108,18 @@ def charge_peak(seq: Sequence, pool: Pool) -> Charge:
     at least as much to go has grown by r. The largest of these sums must fit. (LightLLM's admission, with lengths
     learned online and in blocks.)
     """
-    kv, size = pool.kv, pool.kv.block_size
-    grow = kv.growing_groups
-    everyone = [(pool.predictor.remaining(s), len(s.tokens), s) for s in (*pool.running, seq)]
-    everyone.sort(key=lambda entry: -entry[0])
-    peak = tokens = windowed = now = 0
-    for count, (remaining, known, s) in enumerate(everyone, 1):
-        tokens += known
-        final = known + remaining
-        fixed = kv.ceiling_blocks(final, final) - grow * -(-final // size)  # what its window groups hold
-        windowed += fixed
-        now += fixed + grow * -(-(known if s is seq else s.slots) // size)
-        rounding = (count - 1) // 2  # half of the tail blocks, on average, are not covered by the sum
-        peak = max(peak, grow * (-(-(tokens + count * remaining) // size) + rounding) + windowed)
-    return Charge(len(seq.tokens), max(0, peak - now))
+    kv, size, profile = pool.kv, pool.kv.block_size, pool.profile
+    remaining, known = pool.predictor.remaining(seq), len(seq.tokens)
+    own_fixed = window_blocks(kv, known + remaining)
+    at = int(np.searchsorted(-profile.remaining, -remaining))
+    to_go = np.insert(profile.remaining, at, remaining)
+    tokens = np.insert(profile.known, at, known).cumsum()
+    fixed = np.insert(profile.fixed, at, own_fixed).cumsum()
+    count = np.arange(1, len(to_go) + 1)
+    # Half of the tail blocks, on average, are not covered by the sum of the tokens.
+    blocks = kv.growing_groups * (-(-(tokens + count * to_go) // size) + (count - 1) // 2) + fixed
+    now = profile.held + own_fixed + kv.growing_groups * -(-known // size)
+    return Charge(known, max(0, int(blocks.max()) - now))
 
 
 CHARGES: Mapping[str, ChargeFunction] = {
@@ -101,15 +129,21 @@ CHARGES: Mapping[str, ChargeFunction] = {
 }
 
 
+def window_blocks(kv: KVManager, tokens: int) -> int:
+    """Blocks that the window groups of a sequence of `tokens` tokens hold."""
+    if not kv.windowed:
+        return 0
+    return kv.ceiling_blocks(tokens, tokens) - kv.growing_groups * -(-tokens // kv.block_size)
+
+
 def outstanding(seq: Sequence, kv: KVManager) -> int:
     """Blocks that a running sequence, and the samples it has not forked yet, may still take."""
-    own = kv.ceiling_blocks(seq.ceiling, seq.ceiling) - kv.blocks_of(seq.id)
-    return max(0, own) + unforked(seq, kv)
+    return kv.outstanding(seq.id, seq.ceiling) + unforked(seq, kv)
 
 
 def unforked(seq: Sequence, kv: KVManager) -> int:
     """Blocks for the samples of a request with n > 1 that will share its prompt and grow on their own."""
-    if seq.forked or seq.index or seq.request.params.n == 1:
+    if kv.final or seq.forked or seq.index or seq.request.params.n == 1:
         return 0
     shared = seq.prompt_length // kv.block_size * kv.growing_groups if kv.shares else 0
     return (seq.request.params.n - 1) * (kv.ceiling_blocks(seq.ceiling, seq.ceiling) - shared)

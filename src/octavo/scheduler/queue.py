@@ -31,6 +31,9 @@ class WaitingQueue:
         del self._line[i]
         self._skipped.pop(seq.id, None)
 
+    def is_before(self, one: Sequence, other: Sequence) -> bool:
+        return self._key(one) < self._key(other)
+
     def passed(self, seq: Sequence) -> None:
         """A later sequence was admitted before this one."""
         self._skipped[seq.id] = self._skipped.get(seq.id, 0) + 1
@@ -47,6 +50,3 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In order; safe against removal of entries already given out."""
         return iter([entry[2] for entry in self._line])
-
-    def head(self, n: int) -> list[Sequence]:
-        return [entry[2] for entry in self._line[:n]]

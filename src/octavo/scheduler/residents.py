@@ -47,8 +47,9 @@ class Residents:
         self.changes = 0  # how often somebody entered or left
         self.copies: list[Copy] = []  # for the plan being made (forks leave theirs for the next one)
         self.victims: list[Sequence] = []  # preempted while the plan is being made
+        self.outgrown: list[Sequence] = []  # whose final region turned out too small
         self.protected: dict[int, Sequence] = {}
-        self.in_flight: dict[bytes, Sequence] = {}  # digest of a prompt block being computed -> who computes it
+        self.in_flight: dict[bytes, tuple[BlockKey, Sequence]] = {}  # prompt blocks being computed, and by whom
         self._sink = sink
 
     # -- asking and taking --------------------------------------------------------------------------------------------
@@ -63,15 +64,20 @@ class Residents:
             expected=seq.ceiling if length is None else min(seq.ceiling, len(request.prompt) + length),
             keys=keys,
             hold_back=hold_back,
-            quota=self._quota_left(request.tenant),
+            quota=self._quota_left(seq),
         )
 
-    def _quota_left(self, tenant: str) -> int | None:
+    def _quota_left(self, seq: Sequence) -> int | None:
+        """Blocks its tenant may still take, less what the tenant's protected sequences were promised."""
+        tenant = seq.request.tenant
         quota = self.config.quotas.get(tenant)
         if quota is None:
             return None
-        held = sum(self.kv.blocks_of(seq.id) for seq in self.running if seq.request.tenant == tenant)
-        return max(0, quota - held)
+        own = [other for other in self.running if other.request.tenant == tenant]
+        left = quota - self.kv.held_by(other.id for other in own)
+        if seq.id not in self.protected:
+            left -= sum(outstanding(other, self.kv) for other in own if other.id in self.protected)
+        return max(0, left)
 
     def held_for_protected(self) -> int:
         """Blocks that protected sequences may still take: nobody else gets them."""
@@ -102,7 +108,7 @@ class Residents:
         if seq.preemptions >= self.config.max_preemptions:
             self.protected[seq.id] = seq
         for key in keys[grant.reused // self.kv.block_size :]:
-            self.in_flight.setdefault(key.digest, seq)
+            self.in_flight.setdefault(key.digest, (key, seq))
         return grant
 
     def grow(self, seq: Sequence, upto: int) -> bool:
@@ -117,6 +123,9 @@ class Residents:
             if quote.ok:
                 self._take(seq, quote)
                 return True
+            if quote.why is Why.NEVER:
+                self.outgrown.append(seq)
+                return False
             if quote.why is Why.FRAGMENTED and self.compact(after=seq):
                 return False  # the hole behind it is usable once the copies have run
             if self.copies:
@@ -131,13 +140,14 @@ class Residents:
             if victim is seq:
                 return False
 
-    def preempt(self, victim: Sequence, by: Sequence) -> None:
-        """Take all of its memory back; it keeps its tokens and computes them again when readmitted."""
+    def preempt(self, victim: Sequence, by: Sequence, *, counted: bool = True) -> None:
+        """Take all of its memory back; it keeps its tokens and computes them again when readmitted. `counted`:
+        whether that is one of its `max_preemptions`."""
         self.seal(victim)
         discarded = victim.computed
         released = self.leave(victim)
         victim.status = Status.WAITING
-        victim.preemptions += 1
+        victim.preemptions += counted
         self.victims.append(victim)
         self.totals.preemptions += 1
         self.totals.discarded += discarded
@@ -163,7 +173,7 @@ class Residents:
 
     def _landed(self, seq: Sequence, keys: Seq[BlockKey]) -> None:
         for key in keys:
-            if self.in_flight.get(key.digest) is seq:
+            if key.digest in self.in_flight and self.in_flight[key.digest][1] is seq:
                 del self.in_flight[key.digest]
 
     def leave(self, seq: Sequence) -> int:
@@ -204,7 +214,7 @@ class Residents:
         for child in samples:
             if child is parent:
                 continue
-            grant = self.kv.fork(parent.id, child.id)
+            grant = self.kv.fork(parent.id, child.id) if self._may_fork(parent) else None
             child.forked = True
             child.keys = parent.keys.fork(child.tokens)
             child.admitted_at = parent.admitted_at
@@ -216,6 +226,18 @@ class Residents:
         if self.kv.shares:
             parent.slots = parent.computed  # its tail is shared now: the next write must ask
         return homeless
+
+    def _may_fork(self, parent: Sequence) -> bool:
+        """A shared prompt costs its tenant nothing; a copied one must be within the quota."""
+        left = self._quota_left(parent)
+        return self.kv.shares or left is None or self.kv.blocks_of(parent.id) <= left
+
+    def lost_copies(self, copies: Seq[Copy]) -> None:
+        """Copies may not have run: whoever's KV they were to bring has to compute it again."""
+        written = {page for copy in copies for page in range(copy.dst, copy.dst + copy.n)}
+        for seq in tuple(self.running):
+            if seq.view is not None and any(not written.isdisjoint(table) for table in seq.view.tables):
+                self.preempt(seq, by=seq, counted=False)
 
     def _settle_in(self, child: Sequence, parent: Sequence, grant: Grant) -> None:
         child.status = Status.RUNNING

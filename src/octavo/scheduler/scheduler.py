@@ -11,7 +11,7 @@ from octavo.kv.check import require
 from octavo.kv.prefix import Digest, KeyChain, Miss, blake2b_256, encode_identity
 from octavo.runner.api import SeqWork, StepPlan, StepResult
 from octavo.scheduler.accept import ceiling_of, check_room
-from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.config import SchedulerConfig, SchedulerConfigError
 from octavo.scheduler.explain import Cause, Wait
 from octavo.scheduler.residents import Residents
 from octavo.scheduler.waiting import WaitingRoom
@@ -53,8 +53,14 @@ class Scheduler:
         self._residents = Residents(config, kv, sink)
         self._waiting = WaitingRoom(self._residents, sink)
         self._next_id = 0
-        self._expired: list[Progress] = []
+        self._ended_early: list[Progress] = []
         self._longest = longest_length(kv)
+        if self._longest < 1:
+            raise SchedulerConfigError(
+                f"max_model_len is {config.max_model_len} tokens: every request would take "
+                f"{kv.ceiling_blocks(1, 1)} blocks and the pool has {kv.capacity}, so nothing could ever run; lower "
+                "max_model_len or give the engine more KV memory."
+            )
         self.totals = self._residents.totals
 
     @property
@@ -77,7 +83,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self._waiting or self._residents.copies or self._expired)
+        return bool(self.running or self._waiting or self._residents.copies or self._ended_early)
 
     # -- in and out ---------------------------------------------------------------------------------------------------
 
@@ -89,7 +95,7 @@ class Scheduler:
             self.totals.refused += 1
             self._sink(ev.Refused(self.steps, now, request, error.code, str(error)))
             raise
-        seqs = [self._sequence(request, i, ceiling) for i in range(request.params.n)]
+        seqs = [self._sequence(request, i, ceiling, now) for i in range(request.params.n)]
         seqs[0].draws = tuple(seqs) if ceiling > len(request.prompt) else ()
         self.requests[request.id] = seqs
         self.totals.accepted += 1
@@ -103,6 +109,11 @@ class Scheduler:
         ceiling = ceiling_of(request, self.config.max_model_len, self._longest)
         check_room(request, ceiling, self.kv, self.config, self._longest)
         limit = self.config.max_queue
+        if limit is not None and request.params.n > limit:
+            raise RequestError(
+                f"n is {request.params.n}; at most max_queue ({limit}) sequences may wait; lower n or raise max_queue.",
+                field="n",
+            )
         if limit is not None:
             waiting = self._waiting.places
             if waiting + request.params.n > limit:
@@ -113,12 +124,12 @@ class Scheduler:
                 )
         return ceiling
 
-    def _sequence(self, request: Request, index: int, ceiling: int) -> Sequence:
+    def _sequence(self, request: Request, index: int, ceiling: int, now: float) -> Sequence:
         tokens = list(request.prompt)
         identity = encode_identity(request.identity, *self._engine_identity)
         chain = KeyChain(tokens, self.kv.block_size, identity, self._digest)
         self._next_id += 1
-        seq = Sequence(self._next_id, request, index, tokens, ceiling, chain)
+        seq = Sequence(self._next_id, request, index, tokens, ceiling, chain, now)
         seq.draws = (seq,)
         return seq
 
@@ -148,7 +159,7 @@ class Scheduler:
     def _requeue_victims(self) -> int:
         victims = self._residents.victims
         for seq in victims:
-            self._waiting.add(seq)
+            self._waiting.add_preempted(seq)
         count = len(victims)
         victims.clear()
         return count
@@ -195,6 +206,10 @@ class Scheduler:
         for seq in chunks:
             if budget > 0:
                 budget -= self._chunk(seq, budget, work)
+        for seq in residents.outgrown:
+            self._finish(seq, FinishReason.LENGTH)
+            self._ended_early.append(Progress(seq, None, FinishReason.LENGTH))
+        residents.outgrown.clear()
         if residents.victims:  # whoever lost its memory in this step does not compete for it in the same step
             for seq in residents.victims:
                 work.pop(seq.id, None)
@@ -230,16 +245,16 @@ class Scheduler:
         for sample in self.requests[seq.request.id]:
             sample.stop_match = "deadline"
             self.stop(sample, FinishReason.ERROR, now)
-            self._expired.append(Progress(sample, None, FinishReason.ERROR))
+            self._ended_early.append(Progress(sample, None, FinishReason.ERROR))
         self.totals.expired += 1
 
     def settle(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
         """Take the step's tokens: advance, publish full blocks, fork what waited for it, end what has ended."""
-        residents, size = self._residents, self.kv.block_size
+        residents, size, windowed = self._residents, self.kv.block_size, self.kv.windowed
         self._sink(ev.Settled(plan.index, now, result.tokens))
         if plan.copies:
             self.kv.done(plan.copies)
-        out, self._expired = self._expired, []
+        out, self._ended_early = self._ended_early, []
         for (seq, start, count, samples), drawn in zip(plan.work, result.tokens, strict=True):
             if seq.status is not Status.RUNNING:
                 continue  # aborted while the step ran
@@ -250,7 +265,7 @@ class Scheduler:
             else:
                 self.totals.recomputed += count
             self.totals.computed += count
-            if end // size > seq.sealed // size:
+            if end // size > seq.sealed // size or windowed:
                 residents.seal(seq)
             if len(samples) > 1:
                 for child in residents.fork(seq, samples):
@@ -266,13 +281,15 @@ class Scheduler:
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
         """The runner could not run `plan`: end its requests with an error, leave all others as they are."""
         self._sink(ev.Failed(plan.index, now))
-        self.kv.done(plan.copies)
         ended = []
         for request_id in dict.fromkeys(work.seq.request.id for work in plan.work):
             for seq in self.requests.get(request_id, ()):
                 if seq.status is not Status.FINISHED:
                     self._finish(seq, FinishReason.ERROR)
                     ended.append(seq)
+        self._residents.lost_copies(plan.copies)
+        self._requeue_victims()
+        self.kv.done(plan.copies)
         return ended
 
     def _advance(self, seq: Sequence, token: int) -> Progress:
@@ -299,14 +316,20 @@ class Scheduler:
         seq = next((s for s in seqs if s.status is Status.WAITING and (s.forked or not s.index)), None)
         if seq is None:
             return None
-        if self.last_step is not None and now - self.last_step > patience:
-            return Wait(Cause.STALLED, int(now - self.last_step), 0, 0, "s")
+        since = max(seq.submitted_at, self.last_step if self.last_step is not None else seq.submitted_at)
+        if now - since > patience:
+            return Wait(Cause.STALLED, int(now - since), 0, 0, "s")
         return self._waiting.explain(seq)
 
     def miss(self, request_id: str) -> Miss | None:
         """Why the prefix cache did not serve more of a live request's prompt."""
         seqs = self.requests.get(request_id)
-        return self.kv.miss(seqs[0].keys) if seqs else None
+        if not seqs:
+            return None
+        first = seqs[0]
+        if first.status is Status.RUNNING and not first.preemptions:
+            return self.kv.miss(first.keys, first.reused, first.id)
+        return self.kv.miss(first.keys)
 
     def waiting_by_cause(self) -> Counter[str]:
         """How many sequences wait for which cause."""

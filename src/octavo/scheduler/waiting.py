@@ -29,7 +29,7 @@ class WaitingRoom:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._waits: dict[int, Wait] = {}  # of those offered memory in the last round
         self._barrier: Sequence | None = None  # the one at which the last round stopped
-        self._calm: tuple[int, ...] | None = None  # what would have to change before another round is worth it
+        self._pool: tuple[tuple[int, int], Pool] | None = None  # what charges are computed from, and when
 
     def __len__(self) -> int:
         return len(self._line)
@@ -41,14 +41,19 @@ class WaitingRoom:
 
     def add(self, seq: Sequence) -> None:
         self._line.add(seq)
-        self._calm = None
         if seq.request.deadline is not None and seq.admitted_at is None:
             heapq.heappush(self._deadlines, (seq.request.deadline, seq.id, seq))
+
+    def add_preempted(self, seq: Sequence) -> None:
+        """Back into the line; it is not offered memory in the step that took its own."""
+        self.add(seq)
+        quote = self._gate(seq)
+        if not quote.ok:
+            self._waits[seq.id] = from_quote(quote)
 
     def remove(self, seq: Sequence) -> None:
         self._line.remove(seq)
         self._waits.pop(seq.id, None)
-        self._calm = None
 
     def overdue(self, now: float) -> Iterator[Sequence]:
         """Those whose deadline passed before they were ever admitted; each is given once."""
@@ -62,12 +67,13 @@ class WaitingRoom:
     def offer(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
         """Admit in order what there is room for: (sequence, tokens to compute now). One that is refused memory may be
         passed `max_skips` times."""
-        if self._nothing_changed():
-            return []
         before, self._waits, self._barrier = self._waits, {}, None
         admitted: list[tuple[Sequence, int]] = []
         passed: list[Sequence] = []
         for seq in self._line:
+            if passed and self._may_not_pass(passed):
+                self._barrier = passed[-1]
+                break
             wait = self._hindrance(seq, budget)
             if wait is None:
                 quote = self._gate(seq)
@@ -84,24 +90,10 @@ class WaitingRoom:
             self._tell(seq, wait, before.get(seq.id))
             if wait.cause in MEMORY_CAUSES:
                 passed.append(seq)
-            if wait.cause in (Cause.SLOTS, Cause.BUDGET) or self._may_not_pass(passed):
+            if wait.cause in (Cause.SLOTS, Cause.BUDGET):
                 self._barrier = seq
                 break
-        self._remember()
         return admitted
-
-    def _state(self) -> tuple[int, int]:
-        return (self._residents.changes, len(self._line))
-
-    def _nothing_changed(self) -> bool:
-        """Whether another round would end like the last one: running sequences only grow until one leaves."""
-        calm = self._calm
-        return calm is not None and calm[:2] == self._state() and self._kv.free + self._kv.evictable <= calm[2]
-
-    def _remember(self) -> None:
-        lasting = MEMORY_CAUSES | {Cause.SLOTS}
-        calm = not self._residents.copies and all(wait.cause in lasting for wait in self._waits.values())
-        self._calm = (*self._state(), self._kv.free + self._kv.evictable) if calm else None
 
     def _may_not_pass(self, passed: list[Sequence]) -> bool:
         limit = self._config.max_skips
@@ -126,8 +118,8 @@ class WaitingRoom:
         if not any(key.digest in in_flight for key in keys):
             return None
         reused = self._kv.quote(self._residents.ask(seq, 1, keys)).reuse // self._kv.block_size
-        owner = in_flight.get(keys[reused].digest) if reused < len(keys) else None
-        if owner is None:
+        key, owner = in_flight.get(keys[reused].digest, (None, None)) if reused < len(keys) else (None, None)
+        if key is None or owner is None or not key.same(keys[reused]):
             return None
         return Wait(Cause.BEHIND, 0, 0, 0, "blocks", behind=owner.request.id, shares_prefix=True)
 
@@ -140,15 +132,22 @@ class WaitingRoom:
 
     def _gate(self, seq: Sequence) -> Quote:
         """Whether there is room for what the request is charged on entry."""
-        running = self._residents.running
-        if seq.preemptions >= self._config.max_preemptions:
+        if self._kv.final or not self._residents.running:
+            # Alone it always fits: submit has seen to that. And a final region is all it will ever take.
+            charge = Charge(len(seq.tokens), 0)
+        elif seq.preemptions >= self._config.max_preemptions:
             charge = Charge(seq.ceiling, 0)  # from now on it is protected
-        elif not running:
-            charge = Charge(len(seq.tokens), 0)  # alone it always fits: submit has seen to that
         else:
-            charge = CHARGES[self._config.admission](seq, Pool(self._kv, running, self.predictor))
+            charge = CHARGES[self._config.admission](seq, self._charging())
         hold_back = max(charge.hold_back, self._residents.held_for_protected())
         return self._kv.quote(self._residents.ask(seq, charge.upto, self._keys(seq), hold_back))
+
+    def _charging(self) -> Pool:
+        """The pool as it stands; what charges add up over it is kept until something moves."""
+        now = (self._residents.changes, self._residents.step)
+        if self._pool is None or self._pool[0] != now:
+            self._pool = (now, Pool(self._kv, self._residents.running, self.predictor))
+        return self._pool[1]
 
     def _enter(self, seq: Sequence, gate: Quote, budget: int, now: float) -> int:
         """Take memory for the first chunk; returns the tokens in it."""
@@ -176,21 +175,30 @@ class WaitingRoom:
     def explain(self, seq: Sequence) -> Wait:
         """Why a waiting sequence does not run, with the numbers of this moment."""
         stored, barrier = self._waits.get(seq.id), self._barrier
-        if stored is None and barrier is not None and barrier is not seq and barrier.status is Status.WAITING:
+        hindrance = self._hindrance(seq, self._config.max_num_batched_tokens)
+        if hindrance is not None and hindrance.cause is Cause.SLOTS:
+            return hindrance
+        stopped = barrier is not None and barrier.status is Status.WAITING
+        if stored is None and barrier is not None and stopped and self._line.is_before(barrier, seq):
             wait = self.explain(barrier)
-            if wait.cause in (Cause.SLOTS, Cause.BUDGET):
+            if wait.cause is Cause.BUDGET:
                 return wait  # not that request's doing: the same holds for everyone behind it
             return Wait(Cause.BEHIND, 0, 0, 0, "requests", behind=barrier.request.id, behind_wait=wait)
         if stored is not None and stored.cause is Cause.BUDGET:
             return stored
-        hindrance = self._hindrance(seq, self._config.max_num_batched_tokens)
         if hindrance is not None:
             return hindrance
         quote = self._gate(seq)
-        return Wait(Cause.NEXT_STEP, 0, 0, 0, "") if quote.ok else from_quote(quote, self._holders())
+        return Wait(Cause.NEXT_STEP, 0, 0, 0, "") if quote.ok else from_quote(quote, self._holders(seq, quote))
 
-    def _holders(self) -> tuple[Holder, ...]:
-        held = [Holder(seq.request.id, self._kv.blocks_of(seq.id)) for seq in self._residents.running]
+    def _holders(self, seq: Sequence, quote: Quote) -> tuple[Holder, ...]:
+        """Who sits on it, largest first: for a quota, the tenant's own requests."""
+        tenant = seq.request.tenant if quote.why is Why.QUOTA else None
+        held = [
+            Holder(other.request.id, self._kv.blocks_of(other.id))
+            for other in self._residents.running
+            if tenant is None or other.request.tenant == tenant
+        ]
         return tuple(sorted(held, key=lambda holder: -holder.amount))
 
     def by_cause(self) -> Counter[str]:
@@ -198,10 +206,16 @@ class WaitingRoom:
         causes = Counter(wait.cause.value for wait in self._waits.values())
         unseen = len(self._line) - causes.total()
         if unseen > 0:
-            wait = self._waits.get(self._barrier.id) if self._barrier else None
-            own = wait is not None and wait.cause in (Cause.SLOTS, Cause.BUDGET)
-            causes[wait.cause.value if wait and own else Cause.BEHIND.value] += unseen
+            causes[self._cause_of_unseen().value] += unseen
         return causes
+
+    def _cause_of_unseen(self) -> Cause:
+        barrier = self._barrier
+        if barrier is None or barrier.id not in self._waits:
+            return Cause.NEXT_STEP
+        cause = self._waits[barrier.id].cause
+        full = self._residents.slots >= self._config.max_num_seqs
+        return cause if cause is Cause.BUDGET or (cause is Cause.SLOTS and full) else Cause.BEHIND
 
     def ledger(self) -> Ledger:
         """The pool's ledger as the head of the line sees it: what is free to it and what is not."""
