@@ -158,7 +158,7 @@ def test_behind_counts_as_memory_only_where_somebody_waits_for_memory():
     assert limit_of(figures(waited_by_cause={"next step": 100.0})) is Limit.NONE
 
 
-@pytest.mark.parametrize("pages", [20, 64, 400])
+@pytest.mark.parametrize("pages", [33, 64, 400])
 def test_every_combination_of_strategies_has_an_answer(pages):
     runs = {name: simulate(name, pages=pages).summary for name in STRATEGIES}
     for many in range(1, len(runs) + 1):
