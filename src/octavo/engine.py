@@ -13,7 +13,7 @@ from octavo.runner.api import Runner, StepPlan, StepResult
 from octavo.scheduler.explain import Wait
 from octavo.scheduler.scheduler import Progress, Scheduler
 from octavo.text import LiveRequest, TextCodec
-from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence, Status
+from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence, Status, check_ids
 
 
 class Watcher(Protocol):
@@ -87,6 +87,8 @@ class Engine:
             output_length=output_length,
             deadline=deadline,
         )
+        if self._vocab_size is not None:
+            check_ids(request, self._vocab_size)
         if params.stop and self.codec is None:
             raise RequestError("stop strings need a model with a tokenizer; use stop_token_ids.", field="stop")
         seqs = self.scheduler.submit(request, now)
@@ -98,12 +100,8 @@ class Engine:
             if self.codec is None:
                 raise RequestError("the model has no tokenizer; give the prompt as token ids.", field="prompt")
             return tuple(self.codec.encode(prompt))
-        limit = self._vocab_size
-        for token in prompt:
-            if not isinstance(token, int) or token < 0 or (limit is not None and token >= limit):
-                raise RequestError(
-                    f"prompt has token id {token!r}; ids are integers from 0 to {(limit or 0) - 1}.", field="prompt"
-                )
+        if not all(isinstance(token, int) for token in prompt):
+            raise RequestError("prompt is neither a text nor a list of token ids (whole numbers).", field="prompt")
         return tuple(prompt)
 
     def step(self) -> list[RequestOutput]:

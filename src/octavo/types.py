@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -142,6 +142,22 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()  # end-of-sequence ids (unless ignored) + stop_token_ids
     output_length: int | None = None
     deadline: float | None = None  # engine time by which it must have been admitted
+
+
+def check_ids(request: Request, vocab_size: int) -> None:
+    """Raise RequestError for a token id outside the vocabulary; to be called at submit, because inside a step it
+    would fail everybody's."""
+    fields: list[tuple[str, Collection[int]]] = [
+        ("prompt", request.prompt),
+        ("logit_bias", tuple(request.params.logit_bias)),
+        ("stop_token_ids", tuple(request.stop_token_ids)),
+    ]
+    for field, ids in fields:
+        if ids and not 0 <= (worst := min(ids) if min(ids) < 0 else max(ids)) < vocab_size:
+            raise RequestError(
+                f"{field} holds token id {worst}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
+                field=field,
+            )
 
 
 class Status(StrEnum):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from driver import make_sequence
 
-from octavo.runner.sampler import Sampler, check_ids, describe, uniform
-from octavo.types import RequestError, SamplingParams, Sequence, derive_seed
+from octavo.runner.sampler import Sampler, describe, uniform
+from octavo.types import RequestError, SamplingParams, Sequence, check_ids, derive_seed
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -1.5])
 

@@ -9,12 +9,11 @@ preemption and recomputation cannot change a draw.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence as Seq
 
 import torch
 
 from octavo.runner.api import TokenLogprobs
-from octavo.types import Request, RequestError, SamplingParams, Sequence, derive_seed
+from octavo.types import SamplingParams, Sequence, derive_seed
 
 _MASK64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -33,22 +32,6 @@ def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
-
-
-def check_ids(request: Request, vocab_size: int) -> None:
-    """Raise RequestError for a token id outside the vocabulary; to be called at submit, because inside a step it
-    would fail everybody's."""
-    fields: list[tuple[str, Seq[int]]] = [
-        ("prompt", request.prompt),
-        ("logit_bias", tuple(request.params.logit_bias)),
-        ("stop_token_ids", tuple(request.stop_token_ids)),
-    ]
-    for field, ids in fields:
-        if ids and not 0 <= (worst := min(ids) if min(ids) < 0 else max(ids)) < vocab_size:
-            raise RequestError(
-                f"{field} holds token id {worst}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
-                field=field,
-            )
 
 
 class Sampler:
