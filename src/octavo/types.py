@@ -152,11 +152,11 @@ def check_ids(request: Request, vocab_size: int) -> None:
         ("logit_bias", tuple(request.params.logit_bias)),
         ("stop_token_ids", tuple(request.stop_token_ids)),
     ]
-    for field, ids in fields:
+    for name, ids in fields:
         if ids and not 0 <= (worst := min(ids) if min(ids) < 0 else max(ids)) < vocab_size:
             raise RequestError(
-                f"{field} holds token id {worst}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
-                field=field,
+                f"{name} holds token id {worst}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
+                field=name,
             )
 
 

@@ -14,6 +14,7 @@ from octavo.report.wording import HOLDING, count, percent, seconds, size
 
 HARDLY = 0.05  # requests waiting on average: below this nobody is kept from running
 SAME = 1.05  # ratios below this are called equal: two runs of the same thing differ by as much
+NEAR = 1.25  # the question is about concurrency: a strategy this little slower that runs more at once is preferred
 WORTH_SAYING = 1.2  # a latency must change by this factor to be mentioned
 FULL = 0.85  # a pool with this share of live token states has nothing to gain from other placement
 REPLAY_ONLY = "reserve-oracle"  # knows lengths in advance: an upper bound, not a setting
@@ -163,18 +164,29 @@ def _parts_of_rest(shares: dict[str, float]) -> str:
 
 
 def _better(base: RunSummary, others: Sequence[RunSummary]) -> RunSummary | None:
-    """Of those that ran more at once the soonest done, see `_equals`; paged, the default, if it is among equals."""
-    equals = _equals(base, others)
+    """Of those that ran more at once and finished about as soon as the soonest, the one that ran most; paged, the
+    default, among equals."""
+    near = _near(base, others)
+    most = max((s.mean_running for s in near), default=0.0)
+    equals = [s for s in near if s.mean_running * SAME >= most]
     return max(equals, key=lambda s: (s.strategy == "paged", s.peak_running), default=None)
 
 
-def _equals(base: RunSummary, others: Sequence[RunSummary]) -> list[RunSummary]:
-    """Those that ran more at once than base, finished soonest and, of these, ran most on average; all within SAME."""
+def _near(base: RunSummary, others: Sequence[RunSummary]) -> list[RunSummary]:
+    """Those that ran more at once than base and finished within NEAR of the soonest of them."""
     more = [s for s in others if s.peak_running > base.peak_running]
     soonest = max((_speed(base, s) for s in more), default=1.0)
-    near = [s for s in more if _speed(base, s) * SAME >= soonest]
-    most = max((s.mean_running for s in near), default=0.0)
-    return [s for s in near if s.mean_running * SAME >= most]
+    return [s for s in more if _speed(base, s) * NEAR >= soonest]
+
+
+def _runners_up(best: RunSummary, near: Sequence[RunSummary]) -> str:
+    """What else came close, with its figures, so that nobody reads more into the choice than was measured."""
+    parts = [
+        f"{s.strategy} ran {s.peak_running:,} and took {seconds(s.seconds)}"
+        for s in near
+        if s is not best and (s.mean_running * SAME >= best.mean_running or s.seconds * SAME < best.seconds)
+    ]
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _same_work(a: RunSummary, b: RunSummary) -> bool:
@@ -197,15 +209,13 @@ def _compare(base: RunSummary, others: Sequence[RunSummary]) -> list[str]:
     where = "in the same bytes" if same_bytes else f"in {size(best.pool_bytes)}"
     ran = f"{best.strategy} ran {best.peak_running:,} {where}"
     ran += f" with {percent(best.holding_peak)} of the pool holding token states at the peak"
-    equal = [s.strategy for s in _equals(base, others) if s is not best]
     out = [f"{ran}, and {_pace(base, best, speed)}.", _price(base, best)]
     if speed * SAME < 1:
         out.append(
             f"Change kv_strategy to {best.strategy} only if running more at once matters more than the total time."
         )
     else:
-        also = f" ({' and '.join(equal)} came within 5 % here)" if equal else ""
-        out.append(f"Change kv_strategy to {best.strategy}{also}.")
+        out.append(f"Change kv_strategy to {best.strategy}{_runners_up(best, _near(base, others))}.")
     return [*out, _next_limit(best)]
 
 
