@@ -19,6 +19,8 @@ from octavo.types import FinishReason, Request, RequestError, SamplingParams, Se
 class Watcher(Protocol):
     """Something that looks on, such as a recorder. It never changes anything."""
 
+    def on_written(self, scheduler: Scheduler) -> None: ...
+
     def on_step(
         self, scheduler: Scheduler, plan: StepPlan, progress: Seq[Progress], start: float, end: float
     ) -> None: ...
@@ -113,13 +115,17 @@ class Engine:
         except Exception as error:
             return self._failed(plan, error)
         now = self.clock.now()
-        progress = self.scheduler.settle(plan, result, now)
+        progress = self.scheduler.settle(plan, result, now, self._on_written if self._watchers else None)
         outputs = self._collect(plan, progress, result, now)
         for watcher in self._watchers:
             watcher.on_step(self.scheduler, plan, progress, start, now)
         if self._check:
             self.scheduler.check()
         return outputs
+
+    def _on_written(self) -> None:
+        for watcher in self._watchers:
+            watcher.on_written(self.scheduler)
 
     def _collect(self, plan: StepPlan, progress: Seq[Progress], result: StepResult, now: float) -> list[RequestOutput]:
         for work in plan.work if result.prompt_logprobs else ():

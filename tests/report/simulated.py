@@ -50,7 +50,8 @@ def simulate(
             continue
         start = clock.now()
         plan = scheduler.plan(start)
-        progress = scheduler.settle(plan, runner.run(plan), clock.now())
+        result = runner.run(plan)
+        progress = scheduler.settle(plan, result, clock.now(), lambda: recorder.on_written(scheduler))
         recorder.on_step(scheduler, plan, progress, start, clock.now())
     tokens = manager.capacity * manager.block_size
     return StrategyRun.of(strategy, recorder, tokens, tokens * BYTES_PER_TOKEN)

@@ -17,7 +17,8 @@ MAP_ROWS = 128  # cells a snapshot is thinned to
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """The state right after a step; ledger lines in token slots."""
+    """One step. The ledger, in token slots, is that of the moment when the step's KV was written and nothing had been
+    given back yet; the rest is the state after it."""
 
     step: int
     start: float
@@ -63,7 +64,8 @@ class MapColumn:
 
 
 class Recorder:
-    """Collects what a report needs. Give `on_event` to the scheduler as a sink and call `on_step` after each settle."""
+    """Collects what a report needs. Give `on_event` to the scheduler as a sink and `on_written` to each settle, and
+    call `on_step` after it."""
 
     def __init__(self) -> None:
         self.steps: list[StepSample] = []
@@ -76,6 +78,8 @@ class Recorder:
         self._never: dict[int, int] = {}  # step -> change of the slots that will never be used
         self._map_every = 1
         self._preempted = 0
+        self._ledger: Ledger | None = None
+        self._owners: tuple[list[int], list[bool]] | None = None
 
     def on_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.Submitted):
@@ -89,6 +93,10 @@ class Recorder:
             self._regions.setdefault(event.seq, []).append((event.step, event.slots))
         elif isinstance(event, ev.Preempted):
             self._preempted += 1
+
+    def on_written(self, scheduler: Scheduler) -> None:
+        self._ledger = scheduler.ledger()
+        self._owners = self._snapshot(scheduler) if scheduler.steps % self._map_every == 0 else None
 
     def on_step(self, scheduler: Scheduler, plan: StepPlan, progress: Seq[Progress], start: float, end: float) -> None:
         causes = dict(scheduler.waiting_by_cause())
@@ -104,7 +112,7 @@ class Recorder:
                 prefill_tokens=plan.tokens - decode,
                 decode_tokens=decode,
                 preemptions=self._preempted,
-                ledger=scheduler.ledger(),
+                ledger=self._ledger or scheduler.ledger(),
             )
         )
         self._preempted = 0
@@ -118,8 +126,12 @@ class Recorder:
         self._fresh.clear()
         for item in progress:
             self._on_progress(item, end)
-        if plan.index % self._map_every == 0:
-            self._snapshot(scheduler, end)
+        if self._owners is not None:
+            cells, written = self._owners
+            self.map.append(MapColumn(end, tuple(cells), tuple(written)))
+            if len(self.map) > MAP_COLUMNS:  # keep every second one and go on at half the rate
+                self.map = self.map[::2]
+                self._map_every *= 2
 
     def _on_progress(self, item: Progress, now: float) -> None:
         seq = item.seq
@@ -149,7 +161,8 @@ class Recorder:
             out.append(min(now, sample.ledger.reserved))
         return out
 
-    def _snapshot(self, scheduler: Scheduler, now: float) -> None:
+    def _snapshot(self, scheduler: Scheduler) -> tuple[list[int], list[bool]]:
+        """Who owns each stretch of blocks, and whether token states are there."""
         pages = scheduler.kv.capacity * scheduler.kv.pages_per_block
         rows = min(MAP_ROWS, pages)
         cells, written = [-1] * rows, [False] * rows
@@ -164,7 +177,4 @@ class Recorder:
                         row = page * rows // pages
                         cells[row] = ordinal
                         written[row] = written[row] or i < full
-        self.map.append(MapColumn(now, tuple(cells), tuple(written)))
-        if len(self.map) > MAP_COLUMNS:  # keep every second one and go on at half the rate
-            self.map = self.map[::2]
-            self._map_every *= 2
+        return cells, written

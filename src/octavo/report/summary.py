@@ -122,21 +122,33 @@ def summarise(strategy: str, recorder: Recorder, pool_tokens: int, pool_bytes: i
 
 
 def timeline(recorder: Recorder, points: int = 400) -> dict[str, list[object]]:
-    """The run over time, thinned to at most `points` steps: column name -> values (shares of the pool for KV)."""
+    """The run over time in at most `points` stretches: column name -> values, each a mean over its stretch weighted by
+    time (shares of the pool for KV); `t` is where the stretch ends, `preemptions` their number in it."""
     steps, never = recorder.steps, recorder.never_used()
     every = max(1, -(-len(steps) // points))
     columns: dict[str, list[object]] = {name: [] for name in ("t", "running", "waiting", "causes", "preemptions")}
     columns |= {name: [] for name in KV_LINES}
     for i in range(0, len(steps), every):
-        sample = steps[i]
-        columns["t"].append(round(sample.end, 4))
-        columns["running"].append(sample.running)
-        columns["waiting"].append(sample.waiting)
-        columns["causes"].append(sample.waiting_by_cause)
-        columns["preemptions"].append(sum(s.preemptions for s in steps[i : i + every]))
-        for name, value in _shares(sample, never[i]).items():
-            columns[name].append(round(value, 5))
+        stretch = steps[i : i + every]
+        last = stretch[-1]
+        columns["t"].append(round(last.end, 4))
+        columns["running"].append(round(_mean(stretch, [s.running for s in stretch]), 2))
+        columns["waiting"].append(round(_mean(stretch, [s.waiting for s in stretch]), 2))
+        columns["causes"].append(last.waiting_by_cause)
+        columns["preemptions"].append(sum(s.preemptions for s in stretch))
+        shares = [_shares(s, unused) for s, unused in zip(stretch, never[i : i + every], strict=True)]
+        for name in KV_LINES:
+            columns[name].append(round(_mean(stretch, [share[name] for share in shares]), 5))
     return columns
+
+
+def _mean(stretch: list[StepSample], values: list[float] | list[int]) -> float:
+    """Mean weighted by the steps' durations."""
+    seconds = [s.end - s.start for s in stretch]
+    total = sum(seconds)
+    if not total:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, seconds, strict=True)) / total
 
 
 def block_map(recorder: Recorder) -> dict[str, object]:

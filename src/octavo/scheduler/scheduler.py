@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo import events as ev
@@ -248,35 +249,51 @@ class Scheduler:
             self._ended_early.append(Progress(sample, None, FinishReason.ERROR))
         self.totals.expired += 1
 
-    def settle(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
-        """Take the step's tokens: advance, publish full blocks, fork what waited for it, end what has ended."""
-        residents, size, windowed = self._residents, self.kv.block_size, self.kv.windowed
+    def settle(
+        self, plan: StepPlan, result: StepResult, now: float, on_written: Callable[[], None] | None = None
+    ) -> list[Progress]:
+        """Take the step's tokens: advance, publish full blocks, fork what waited for it, end what has ended.
+
+        `on_written` is called when the step's KV is real and nothing has been given back yet: the moment at which the
+        memory is as full as the step made it.
+        """
         self._sink(ev.Settled(plan.index, now, result.tokens))
         if plan.copies:
             self.kv.done(plan.copies)
+        self._written(plan)
+        if on_written is not None:
+            on_written()
         out, self._ended_early = self._ended_early, []
-        for (seq, start, count, samples), drawn in zip(plan.work, result.tokens, strict=True):
+        for (seq, _, _, samples), drawn in zip(plan.work, result.tokens, strict=True):
             if seq.status is not Status.RUNNING:
                 continue  # aborted while the step ran
-            seq.computed = end = start + count
-            if end > seq.high_water:
-                self.totals.recomputed += max(0, seq.high_water - start)
-                seq.high_water = end
-            else:
-                self.totals.recomputed += count
-            self.totals.computed += count
-            if end // size > seq.sealed // size or windowed:
-                residents.seal(seq)
             if len(samples) > 1:
-                for child in residents.fork(seq, samples):
+                for child in self._residents.fork(seq, samples):
                     self._waiting.add(child)
             for sample, token in zip(samples, drawn, strict=True):
                 out.append(self._advance(sample, token))
-            if not samples and end >= seq.ceiling:  # max_tokens 0: only the prompt was wanted
+            if not samples and seq.computed >= seq.ceiling:  # max_tokens 0: only the prompt was wanted
                 for sample in self.requests[seq.request.id]:
                     self._finish(sample, FinishReason.LENGTH)
                     out.append(Progress(sample, None, FinishReason.LENGTH))
         return out
+
+    def _written(self, plan: StepPlan) -> None:
+        """The KV of the plan's tokens is real."""
+        residents, size, windowed, totals = self._residents, self.kv.block_size, self.kv.windowed, self.totals
+        for seq, start, count, _ in plan.work:
+            if seq.status is not Status.RUNNING:
+                continue
+            seq.computed = end = start + count
+            totals.computed += count
+            if end > seq.high_water:
+                if seq.high_water > start:
+                    totals.recomputed += seq.high_water - start
+                seq.high_water = end
+            else:
+                totals.recomputed += count
+            if end // size > seq.sealed // size or windowed:
+                residents.seal(seq)
 
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
         """The runner could not run `plan`: end its requests with an error, leave all others as they are."""
