@@ -57,7 +57,7 @@ class Quote:
     reuse         tokens served by shared blocks
     take          blocks to take (free ones first, then evicted cached ones)
     evict         how many of them must be evicted from the cache
-    move          the region must move to a new run (contiguous strategies)
+    move          the region must move to a new run (contiguous strategies); its old one is given back
     short         blocks missing (0 when granted)
     largest_hole  longest run of blocks available (for paging: all of them)
     free          blocks free now; evictable: cached blocks that nobody uses; held: the hold-back asked for
