@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 
 from octavo import events as ev
 from octavo.clock import Clock, WallClock
@@ -13,7 +14,7 @@ from octavo.errors import OctavoError
 from octavo.kv.api import longest_length
 from octavo.kv.groups import Layout, page_layout
 from octavo.kv.strategies import make_manager
-from octavo.log import LogHeader
+from octavo.log import LogHeader, LogWriter
 from octavo.models.loader import LoadedModel, load_model
 from octavo.runner.memory import DeviceBudget, measure
 from octavo.runner.torch_runner import TorchRunner
@@ -31,6 +32,7 @@ class BuiltEngine:
     pages: int
     max_model_len: int
     budget: DeviceBudget | None  # None: `kv_memory` was given, nothing had to be measured
+    log: LogWriter | None  # the decision log that is being written; close it at the end
 
     @property
     def kv_bytes(self) -> int:
@@ -49,8 +51,10 @@ def build_engine(
     clock: Clock | None = None,
     sink: ev.Sink = ev.discard,
     watchers: Seq[Watcher] = (),
+    log: Path | None = None,
 ) -> BuiltEngine:
     """Load the model (unless given), measure the memory (unless `kv_memory` is given) and put the parts together.
+    `log`: write a decision log there (msgpack for .msgpack, else JSON lines).
 
     Raises OctavoError with the numbers if the model, the budget and the lengths do not fit together.
     """
@@ -65,7 +69,8 @@ def build_engine(
     max_model_len = _fit_length(config, layout, kv_bytes, longest_model)
     pages = kv_bytes // layout.page_bytes
     header = log_header(config, loaded, layout, pages, _scheduler_config(config, max_model_len))
-    scheduler = header.build(sink)
+    writer = None if log is None else LogWriter(log, header)
+    scheduler = header.build(sink if writer is None else ev.fan_out(sink, writer))
     runner = TorchRunner(loaded, layout, pages, seed=config.seed)
     engine = Engine(
         scheduler,
@@ -77,7 +82,7 @@ def build_engine(
         watchers=watchers,
         check=config.check,
     )
-    return BuiltEngine(engine, config, loaded, layout, pages, max_model_len, budget)
+    return BuiltEngine(engine, config, loaded, layout, pages, max_model_len, budget, writer)
 
 
 def _model_length(config: EngineConfig, loaded: LoadedModel) -> int:

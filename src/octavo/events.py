@@ -163,3 +163,13 @@ Sink = Callable[[Event], None]
 
 def discard(event: Event) -> None:
     """The sink for those who do not want to know."""
+
+
+def fan_out(*sinks: Sink) -> Sink:
+    """A sink that hands every event to all of `sinks`, in order."""
+
+    def emit(event: Event) -> None:
+        for sink in sinks:
+            sink(event)
+
+    return emit

@@ -4,10 +4,12 @@ cache state."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from octavo.kv.strategies import STRATEGIES
+from octavo.types import SamplingParams
 from tests.equivalence.harness import engine_for, generate, real_subject, tiny_subject
 from tests.runner.tiny import TINY
 
@@ -78,6 +80,36 @@ def test_pool_too_small_for_all(name: str, strategy: str) -> None:
     (answer,) = generate(built, subject)
     assert answer == subject.wanted
     assert built.engine.scheduler.totals.preemptions > 0
+
+
+@pytest.mark.parametrize("strategy", ["growing", "paged"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
+def test_pool_so_small_that_each_request_is_preempted_twice(name: str, strategy: str) -> None:
+    """Five requests of up to 80 tokens in a pool of 120, and three times one of better priority that takes 104."""
+    subject = tiny_subject(name, 64)
+    built = engine_for(
+        subject,
+        strategy=strategy,
+        block=4,
+        chunk=16,
+        pool_tokens=120,
+        max_model_len=120,
+        order="priority",
+        admission="prompt",
+        max_preemptions=6,
+    )
+    engine = built.engine
+    greedy = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    ids = [engine.submit(prompt, greedy, priority=1) for prompt in subject.prompts[:5]]
+    seqs = [engine.scheduler.requests[request_id][0] for request_id in ids]
+    done: dict[str, list[int]] = {}
+    for _ in range(3):
+        big = engine.submit([5, 6, 7, 8], replace(greedy, max_tokens=100), priority=0)
+        while big not in done:
+            done |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+    done |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.drain()}
+    assert all(seq.preemptions >= 2 for seq in seqs)
+    assert [done[request_id] for request_id in ids] == subject.wanted[:5]
 
 
 REAL = {
