@@ -172,6 +172,14 @@ class StaleQuote(Exception):
     """The pool changed between quote and commit: quote again."""
 
 
+def check_committable(quote: Quote, version: int) -> None:
+    """Raises StaleQuote if the pool is not at the quote's version, ValueError if the quote is a refusal."""
+    if quote.version != version:
+        raise StaleQuote(f"quote of version {quote.version}, the pool is at {version}")
+    if not quote.ok:
+        raise ValueError(f"sequence {quote.ask.seq}: a quote refused as {quote.why.value} cannot be committed")
+
+
 class KVManager(Protocol):
     """Who owns which slot. Implemented by `Paged` and `Contiguous`."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from octavo.kv.api import Ask, Copy, Grant, Ledger, Quote, StaleQuote, View, Why
+from octavo.kv.api import Ask, Copy, Grant, Ledger, Quote, View, Why, check_committable
 from octavo.kv.check import check_disjoint_runs, require
 from octavo.kv.extents import Extents
 from octavo.kv.prefix import BlockKey, KeyChain, Miss
@@ -155,11 +155,8 @@ class Contiguous:
         return _Place(Why.OK, size=need, start=start)
 
     def commit(self, quote: Quote) -> Grant:
-        if quote.version != self._version:
-            raise StaleQuote(f"quote of version {quote.version}, the pool is at {self._version}")
+        check_committable(quote, self._version)
         ask = quote.ask
-        if not quote.ok:
-            raise ValueError(f"sequence {ask.seq}: a quote refused as {quote.why.value} cannot be committed")
         place = self._place(ask)
         self._version += 1
         region = self._regions.get(ask.seq)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from octavo.kv.api import Ask, Copy, Grant, Ledger, Quote, StaleQuote, View, Why
+from octavo.kv.api import Ask, Copy, Grant, Ledger, Quote, View, Why, check_committable
 from octavo.kv.blocks import BlockPool
 from octavo.kv.check import check_references, require
 from octavo.kv.prefix import BlockKey, KeyChain, Miss
@@ -132,11 +132,8 @@ class Paged:
         return [(g, at) for g, table in enumerate(held.view.tables) if at < len(table) and refs[table[at]] > 1]
 
     def commit(self, quote: Quote) -> Grant:
-        if quote.version != self._version:
-            raise StaleQuote(f"quote of version {quote.version}, the pool is at {self._version}")
+        check_committable(quote, self._version)
         ask = quote.ask
-        if not quote.ok:
-            raise ValueError(f"sequence {ask.seq}: a quote refused as {quote.why.value} cannot be committed")
         held = self._seqs.get(ask.seq)
         start = quote.reuse if held is None else held.computed
         if ask.upto > start + self._chunk:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from octavo.models.errors import ModelError
-from octavo.models.gguf_file import GgufFile
+from octavo.models.gguf_file import read_tensor
+from octavo.models.gguf_header import GgufHeader
 from octavo.models.tokenizer import first_line
 
 # llama.cpp's name → transformers' model_type, for the decoders whose layout the tables cover in full
@@ -33,7 +34,7 @@ _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the one size whose attent
 _MORE_EOS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
-def build_from_gguf(file: GgufFile, dtype: torch.dtype) -> tuple[Any, set[int]]:
+def build_from_gguf(file: GgufHeader, dtype: torch.dtype) -> tuple[Any, set[int]]:
     """The model with dequantised weights in `dtype`, and the ids that end a generation. Raises ModelError."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -56,7 +57,7 @@ def build_from_gguf(file: GgufFile, dtype: torch.dtype) -> tuple[Any, set[int]]:
     return module, {int(file.metadata[key]) for key in _MORE_EOS if key in file.metadata}
 
 
-def gguf_config(file: GgufFile) -> Any:
+def gguf_config(file: GgufHeader) -> Any:
     """The transformers config that the metadata describes. Raises ModelError for what cannot be expressed."""
     from transformers import AutoConfig
     from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
@@ -90,7 +91,7 @@ def gguf_config(file: GgufFile) -> Any:
         raise ModelError(f"{file.path}: its metadata is no {model_type} config: {first_line(error)}") from error
 
 
-def _tensors(file: GgufFile, module: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _tensors(file: GgufHeader, module: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors under the module's names, in the module's layout."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -101,7 +102,7 @@ def _tensors(file: GgufFile, module: Any, dtype: torch.dtype) -> dict[str, torch
     parsed = {"config": config, "tensors": out}
     for tensor in file.tensors:
         done = processor.process(
-            weights=file.read(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed
+            weights=read_tensor(file, tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed
         )
         if done.name in names:
             out[names[done.name]] = torch.from_numpy(done.weights.copy()).to(dtype)
@@ -132,11 +133,11 @@ def _names(architecture: str, module: Any, processor: Any) -> dict[str, str]:
     return names
 
 
-def _apply_rope_factors(file: GgufFile, module: Any) -> None:
+def _apply_rope_factors(file: GgufHeader, module: Any) -> None:
     """Llama 3.1 files carry their rope scaling as one divisor per frequency (tensor `rope_freqs.weight`)."""
     for tensor in file.tensors:
         if tensor.name == "rope_freqs.weight":
-            factors = torch.from_numpy(file.read(tensor).copy())
+            factors = torch.from_numpy(read_tensor(file, tensor).copy())
             rotary = module.get_decoder().rotary_emb
             rotary.inv_freq.div_(factors)
             if hasattr(rotary, "original_inv_freq"):

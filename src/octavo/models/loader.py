@@ -15,7 +15,7 @@ import torch
 from octavo.kv.groups import LayerKV
 from octavo.models.demo import packaged_model
 from octavo.models.errors import ModelError
-from octavo.models.gguf_file import GgufFile, read_gguf
+from octavo.models.gguf_file import read_gguf
 from octavo.models.gguf_model import build_from_gguf
 from octavo.models.shapes import check_supported, layer_shapes, max_positions
 from octavo.models.tokenizer import Tokenizer, first_line, tokenizer_from_directory, tokenizer_from_gguf
@@ -121,7 +121,7 @@ def weight_bytes(module: torch.nn.Module) -> int:
 def _load_gguf(name: str, path: Path, dtype: str, device: torch.device) -> LoadedModel:
     if not path.is_file():
         raise ModelError(f"model {name!r} does not exist: there is no file {path}.")
-    file: GgufFile = read_gguf(path)
+    file = read_gguf(path)
     kind = DTYPES.get(dtype, torch.bfloat16 if computes_bfloat16(device) else torch.float32)
     module, extra_eos = build_from_gguf(file, kind)
     module.generation_config.eos_token_id = sorted(extra_eos) or None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.models.errors import ModelError
-from octavo.models.gguf_file import GgufFile
+from octavo.models.gguf_header import GgufHeader
 
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -69,7 +69,7 @@ def tokenizer_from_directory(path: str | Path) -> Tokenizer | None:
         raise ModelError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
 
 
-def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
+def tokenizer_from_gguf(file: GgufHeader) -> Tokenizer:
     """Rebuild the tokenizer that a GGUF file describes, with its chat template and special tokens."""
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
