@@ -118,23 +118,31 @@ REAL = {
 }
 
 
+# strategy, block, chunk, batch, steps between preemptions (0: none), rounds (the second one finds a warm cache)
+REAL_SETTINGS = [
+    ("reserve-max", 16, 64, 8, 0, 1),
+    ("reserve-pow2", 4, 64, 8, 0, 1),
+    ("reserve-oracle", 1, 64, 8, 25, 1),
+    ("growing", 4, 64, 8, 25, 1),
+    ("paged", 1, 8, 8, 0, 1),
+    ("paged", 16, 64, 1, 0, 1),
+    ("paged", 4, 64, 8, 0, 2),
+    ("paged", 16, 64, 8, 20, 1),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.real_model
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("setting", REAL_SETTINGS, ids=lambda setting: "-".join(map(str, setting)))
 @pytest.mark.parametrize("name", REAL)
-def test_real_models(name: str, strategy: str) -> None:
+def test_real_models(name: str, setting: tuple[str, int, int, int, int, int]) -> None:
+    """8 prompts, 64 tokens, lengths across block edges and beyond Gemma's window."""
+    strategy, block, chunk, batch, preempt_every, rounds = setting
     subject = real_subject(name, REAL[name], 64)
-    for block, chunk, batch in ((16, 64, 8), (4, 64, 1) if strategy == "paged" else (1, 64, 8)):
-        built = engine_for(
-            subject,
-            strategy=strategy,
-            block=block,
-            chunk=chunk,
-            batch=batch,
-            pool_tokens=8192,
-            max_model_len=640,
-        )
-        (cold,) = generate(built, subject)
-        assert cold == subject.wanted, f"{name}, {strategy}: block {block}, chunk {chunk}, batch {batch}"
-        (warm,) = generate(built, subject, preempt_every=40)
-        assert warm == subject.wanted, f"{name}, {strategy}: preempted, warm cache"
+    built = engine_for(
+        subject, strategy=strategy, block=block, chunk=chunk, batch=batch, pool_tokens=8192, max_model_len=640
+    )
+    for answer in generate(built, subject, preempt_every=preempt_every, rounds=rounds):
+        assert answer == subject.wanted
+    if rounds > 1:
+        assert built.engine.scheduler.totals.hit_tokens > 500
