@@ -121,6 +121,7 @@ def _scheduler_config(config: EngineConfig, max_model_len: int) -> SchedulerConf
         max_skips=config.max_skips,
         order=config.order,
         max_queue=config.max_queue,
+        quotas=config.quotas,
     )
 
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from octavo.build import build_engine
 from octavo.config import EngineConfig
 from octavo.engine import Engine
+from octavo.errors import OctavoError
 from octavo.models.loader import LoadedModel, load_model
 from octavo.planner.workload import WorkItem
 from octavo.report.comparison import Comparison, StrategyRun, compare
@@ -87,7 +88,7 @@ def make_prompts(items: Sequence[WorkItem], vocab_size: int) -> list[Prompt]:
 
 def drive(engine: Engine, prompts: Sequence[Prompt], items: Sequence[WorkItem], on_done: Callable[[], None]) -> None:
     """Submit every request at its time of arrival and step until all have ended. Requests that can never run are
-    refused; the engine's events say why."""
+    refused; the engine's events say why. Raises OctavoError if a request fails: its figures would mean nothing."""
     clock = engine.clock
     start, at = clock.now(), 0
     while at < len(items) or engine.busy:
@@ -97,6 +98,8 @@ def drive(engine: Engine, prompts: Sequence[Prompt], items: Sequence[WorkItem], 
             at += 1
         if engine.busy:
             for output in engine.step():
+                if output.error:
+                    raise OctavoError(f"request {output.request_id} failed, so nothing is compared: {output.error}")
                 if output.finished:
                     on_done()
         elif at < len(items):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
 
 from octavo.errors import OctavoError
 from octavo.kv.strategies import STRATEGIES
@@ -18,6 +20,9 @@ class EngineConfig:
     memory_utilization      share of the device's memory the engine may use when `kv_memory` is None
     max_model_len           longest sequence; None: what the model can take, or what the memory can
     enable_prefix_caching   share equal prefixes (paged only)
+    seed                    makes requests without a seed of their own repeatable
+    check                   verify every invariant after each step: slow, for hunting bugs
+    The others are the scheduler's: see `SchedulerConfig`.
     """
 
     model: str
@@ -37,20 +42,20 @@ class EngineConfig:
     max_skips: int = 8
     order: str = "fcfs"
     max_queue: int | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)
     seed: int | None = None
-    check: bool = False  # verify every invariant after each step: slow, for hunting bugs
+    check: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_strategy not in STRATEGIES:
             raise OctavoError(f"kv_strategy is {self.kv_strategy!r}; it must be one of {', '.join(STRATEGIES)}.")
-        if self.block_size < 1:
-            raise OctavoError(f"block_size is {self.block_size}; it must be at least 1 token.")
+        for name in ("block_size", "kv_memory", "max_model_len"):
+            value = getattr(self, name)
+            optional = name != "block_size" and value is None
+            if not optional and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
+                raise OctavoError(f"{name} is {value!r}; it must be a whole number of at least 1.")
         if not 0 < self.memory_utilization <= 1:
             raise OctavoError(f"memory_utilization is {self.memory_utilization}; it must be above 0 and at most 1.")
-        if self.kv_memory is not None and self.kv_memory <= 0:
-            raise OctavoError(f"kv_memory is {self.kv_memory} bytes; it must be positive.")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise OctavoError(f"max_model_len is {self.max_model_len}; it must be at least 1 token.")
 
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

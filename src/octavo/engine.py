@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from numbers import Integral
 from typing import Protocol
 
 from octavo.clock import Clock
@@ -74,11 +75,10 @@ class Engine:
         """Queue a request and return its id. Raises RequestError, with nothing kept, for input that cannot run."""
         text = prompt if isinstance(prompt, str) else None
         tokens = self._encode(prompt)
-        self._count += 1
         now = self.clock.now()
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         request = Request(
-            id=request_id if request_id is not None else f"request-{self._count}",
+            id=request_id if request_id is not None else self._new_id(),
             prompt=tokens,
             params=params,
             arrival=now if arrival is None else arrival,
@@ -97,14 +97,30 @@ class Engine:
         self._live[request.id] = LiveRequest(request, text, seqs, self.codec)
         return request.id
 
+    def _new_id(self) -> str:
+        while True:
+            self._count += 1
+            if (name := f"request-{self._count}") not in self._live:
+                return name
+
     def _encode(self, prompt: str | Seq[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if self.codec is None:
                 raise RequestError("the model has no tokenizer; give the prompt as token ids.", field="prompt")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(
+                    f"prompt is not valid text: {error.reason} at character {error.start}.", field="prompt"
+                ) from error
             return tuple(self.codec.encode(prompt))
-        if not all(isinstance(token, int) for token in prompt):
+        try:
+            tokens = tuple(prompt)
+        except TypeError:
+            tokens = (None,)
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
             raise RequestError("prompt is neither a text nor a list of token ids (whole numbers).", field="prompt")
-        return tuple(prompt)
+        return tuple(int(token) for token in tokens)
 
     def step(self) -> list[RequestOutput]:
         """One step; returns the requests that moved, with the text that came."""
@@ -158,6 +174,8 @@ class Engine:
         for seq in self.scheduler.fail(plan, now):
             self._ended(seq, FinishReason.ERROR, now)
         failed = [self._live.pop(r) for r in dict.fromkeys(work.seq.request.id for work in plan.work)]
+        for live in failed:
+            live.close(now)
         return [live.output(error=f"the step failed: {error}") for live in failed]
 
     def _ended(self, seq: Sequence, reason: FinishReason, now: float) -> None:
@@ -173,6 +191,7 @@ class Engine:
         now = self.clock.now()
         for seq in self.scheduler.abort(request_id, now):
             self._ended(seq, FinishReason.ABORT, now)
+        live.close(now)
         return live.output()
 
     def explain(self, request_id: str) -> Wait | None:

@@ -152,6 +152,9 @@ class Compacted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
+    """A sequence has ended, for a reason the scheduler knows. (A stop string that the very last allowed token completes
+    is seen by the engine afterwards: the log says `length`, the output `stop`.)"""
+
     seq: int
     reason: str
     tokens: int

@@ -89,7 +89,7 @@ def read_log(path: str | Path) -> tuple[LogHeader, Iterator[dict[str, Any]]]:
     records = _records(Path(path))
     try:
         first = next(records)
-        if first.get("octavo_log") != VERSION:
+        if not isinstance(first, dict) or first.get("octavo_log") != VERSION:
             raise LogError(f"{path} is no Octavo log of version {VERSION}: its first record is {str(first)[:80]}.")
         scheduler = SchedulerConfig(**first["scheduler"])
         header = LogHeader(
@@ -110,8 +110,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise LogError(f"log {path} does not exist.")
     if path.suffix == ".msgpack":
-        with path.open("rb") as file:
-            yield from msgpack.Unpacker(file, strict_map_key=False)
+        yield from _packed(path)
         return
     with path.open() as file:
         for number, line in enumerate(file, 1):
@@ -119,6 +118,17 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
                 raise LogError(f"{path}, line {number}: not JSON ({error}).") from error
+
+
+def _packed(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        unpacker = msgpack.Unpacker(file, strict_map_key=False)
+        try:
+            yield from unpacker
+        except (msgpack.UnpackException, ValueError) as error:
+            raise LogError(f"{path}, byte {unpacker.tell():,}: not msgpack ({error!r}).") from error
+        if unpacker.tell() != path.stat().st_size:
+            raise LogError(f"{path} ends in the middle of a record, at byte {unpacker.tell():,}; it was cut off.")
 
 
 @dataclass(frozen=True, slots=True)

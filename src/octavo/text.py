@@ -98,6 +98,13 @@ class LiveRequest:
             self._finished = now
         return matched
 
+    def close(self, now: float) -> None:
+        """Nothing more comes for this request: let go of the text that was held back."""
+        for sample in self._samples.values():
+            if sample.reason is None:
+                sample.end()
+        self._finished = now
+
     def take_prompt_logprobs(self, start: int, values: Seq[TokenLogprobs]) -> None:
         """Logprobs of the prompt tokens at positions start+1 and on."""
         if self._prompt_logprobs is not None:

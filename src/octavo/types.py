@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 from octavo.errors import OctavoError
@@ -68,46 +69,66 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._normalise()
+        for name in ("n", "top_k", "min_tokens"):
+            _check(_whole(getattr(self, name)), name, getattr(self, name), "a whole number")
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or _whole(value), name, value, "a whole number or None")
+        for name in _REALS:
+            _check(_real(getattr(self, name)), name, getattr(self, name), "a finite number")
+        self._check_ranges()
+
+    def _normalise(self) -> None:
+        """None and single values as vLLM takes them; stops as tuples, ids as plain integers."""
+        stop = self.stop if self.stop is not None else ()
+        stop = (stop,) if isinstance(stop, str) else stop
+        _check(isinstance(stop, (list, tuple)), "stop", stop, "a string or a list of strings")
+        _check(all(isinstance(text, str) and text for text in stop), "stop", stop, "non-empty strings")
+        object.__setattr__(self, "stop", tuple(stop))
+        ids = self.stop_token_ids if self.stop_token_ids is not None else ()
+        _check(isinstance(ids, (list, tuple, set, frozenset)), "stop_token_ids", ids, "a list of token ids")
+        _check(all(_whole(token) for token in ids), "stop_token_ids", ids, "whole numbers")
+        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in ids))
+        bias = self.logit_bias if self.logit_bias is not None else {}
+        _check(isinstance(bias, Mapping), "logit_bias", bias, "a mapping from token id to bias")
+        _check(all(_whole(token) for token in bias), "logit_bias", bias, "keyed by whole token ids")
+        object.__setattr__(self, "logit_bias", {int(token): value for token, value in bias.items()})
+        if self.top_k is None:
+            object.__setattr__(self, "top_k", 0)
+
+    def _check_ranges(self) -> None:
         _check(self.n >= 1, "n", self.n, "at least 1")
-        _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        _check(self.temperature >= 0, "temperature", self.temperature, ">= 0")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (all tokens) or a positive count")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _check(
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "> 0",
-        )
+        penalty = self.repetition_penalty
+        _check(1e-3 <= penalty <= 1e3, "repetition_penalty", penalty, "from 0.001 to 1000 (1 changes nothing)")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "in [-2, 2]")
         for token, bias in self.logit_bias.items():
-            _check(-100 <= bias <= 100, f"logit_bias[{token}]", bias, "in [-100, 100]")
+            _check(_real(bias) and -100 <= bias <= 100, f"logit_bias[{token}]", bias, "in [-100, 100]")
         _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, ">= 0 or None")
         _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
         if self.max_tokens is not None:
-            _check(
-                self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                self.min_tokens,
-                f"at most max_tokens ({self.max_tokens})",
-            )
-        _check(all(stop), "stop", self.stop, "non-empty strings")
+            limit = f"at most max_tokens ({self.max_tokens})"
+            _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, limit)
+        _check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= 20, name, value, "None or 0 to 20")
-        if self.temperature == 0 and self.n > 1:
+        if self.greedy and self.n > 1:
             raise RequestError(
-                f"n is {self.n} with temperature 0: all samples would be equal; set n to 1 or temperature above 0.",
+                f"n is {self.n} with temperature {self.temperature}: all samples would be equal; "
+                "set n to 1 or raise temperature.",
                 field="n",
             )
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Temperatures below 1e-5 count as 0, as in vLLM: divided by them, logits would overflow."""
+        return self.temperature < GREEDY_BELOW
 
     def for_sample(self, index: int) -> SamplingParams:
         """The parameters of sample `index` as a request of its own: same draw as within n samples."""
@@ -115,8 +136,24 @@ class SamplingParams:
         return replace(self, n=1, seed=seed)
 
 
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
+GREEDY_BELOW = 1e-5
+_REALS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def _whole(value: object) -> bool:
+    """A whole number of any integer type, numpy's included; True and False are not numbers here."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -302,3 +302,13 @@ def test_a_request_that_was_not_in_the_failed_step_goes_on() -> None:
     assert b.all[first][0].finish_reason is FinishReason.ERROR
     b.run()
     assert len(b.tokens(second)) == 4
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_priority_decides_who_is_preempted_only_where_it_decides_who_runs(order: str) -> None:
+    b = Bench("paged", pages=16, config=dict(order=order, admission="prompt", victims="newest"))
+    early = b.add(8, 40, priority=5)
+    late = b.add(8, 40, priority=0)
+    b.run()
+    victims = {event.seq for event in b.of(ev.Preempted)}
+    assert victims == {b.all[early if order == "priority" else late][0].id}

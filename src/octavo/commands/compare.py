@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,10 +33,11 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON instead of a table.")] = False,
 ) -> None:
     """Run WORKLOAD on MODEL once per strategy and show what the KV memory did."""
-    from octavo.comparing import run_comparison
     from octavo.config import EngineConfig, parse_bytes
     from octavo.planner.workload import read_workload, scale
 
+    names = _names(strategies)
+    _check_outputs(report, workload, log, names)
     items = scale(read_workload(workload), lengths=length_scale, time=time_scale, limit=requests)
     config = EngineConfig(
         model=model,
@@ -51,9 +53,14 @@ def compare(
     scaled = f", lengths times {length_scale:g}" if length_scale != 1 else ""
     scaled += f", arrival times times {time_scale:g}" if time_scale != 1 else ""
     source = f"{len(items)} requests of {workload.name}{scaled}"
+    _make_folder(report.parent, "report")
+    for path in (report, report.with_suffix(".json")):
+        _try_writing(path)
     if log is not None:
-        log.mkdir(parents=True, exist_ok=True)
-    comparison = run_comparison(config, _names(strategies), items, source, log)
+        _make_folder(log, "log")
+    from octavo.comparing import run_comparison  # only now: bad input need not wait for torch
+
+    comparison = run_comparison(config, names, items, source, log)
     _write(comparison, report)
     if as_json:
         import json
@@ -72,15 +79,73 @@ def _names(text: str) -> tuple[str, ...]:
     from octavo.errors import OctavoError
     from octavo.kv.strategies import STRATEGIES
 
-    names = STRATEGIES if text == "all" else tuple(name.strip() for name in text.split(","))
+    if text.strip() == "all":
+        return STRATEGIES
+    names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in STRATEGIES:
             raise OctavoError(f"strategies names {name!r}; choose from {', '.join(STRATEGIES)}, or all.")
+        if names.count(name) > 1:
+            raise OctavoError(f"strategies names {name!r} {names.count(name)} times; name each one once.")
     return names
+
+
+def _check_outputs(report: Path, workload: Path, log: Path | None, names: tuple[str, ...]) -> None:
+    """Before any work: the report and its JSON must be files that overwrite neither the input nor the logs."""
+    from octavo.errors import OctavoError
+
+    if report.suffix.lower() != ".html":
+        raise OctavoError(f"report is {str(report)!r}; its name must end in .html (the JSON beside it ends in .json).")
+    for path in (report, report.with_suffix(".json")):
+        if os.path.isdir(path):
+            raise OctavoError(f"report would be written to {str(path)!r}, which is a folder; give another name.")
+        if _same(path, workload):
+            raise OctavoError(f"report would overwrite the workload {str(workload)!r}; give another name.")
+        if log is not None and (os.path.realpath(log) + os.sep).startswith(os.path.realpath(path) + os.sep):
+            raise OctavoError(f"log {str(log)!r} needs a folder where the report writes {str(path)!r}; rename one.")
+    if log is None:
+        return
+    if os.path.exists(log) and not os.path.isdir(log):
+        raise OctavoError(f"log is {str(log)!r}, which is a file; it must be a folder: give another name.")
+    for name in names:
+        if _same(log / f"{name}.jsonl", workload):
+            raise OctavoError(f"log {str(log)!r} would overwrite the workload {str(workload)!r}; give another folder.")
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether both names are one file, by whatever way they lead there."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def _make_folder(folder: Path, option: str) -> None:
+    from octavo.errors import OctavoError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OctavoError(
+            f"{option} needs the folder {str(folder)!r}, which cannot be made ({error.strerror}); give another path."
+        ) from error
+
+
+def _try_writing(path: Path) -> None:
+    """Open the file as it will be written, changing nothing."""
+    from octavo.errors import OctavoError
+
+    new = not os.path.exists(path)
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise OctavoError(
+            f"report cannot be written to {str(path)!r} ({error.strerror}); give another name."
+        ) from error
+    if new:
+        path.unlink()
 
 
 def _write(comparison: Comparison, report: Path) -> None:
     from octavo.report.page import write_page
 
-    report.parent.mkdir(parents=True, exist_ok=True)
     write_page(report, comparison)  # and the JSON beside it

@@ -47,7 +47,7 @@ def run(
 
 
 def _converse(llm, params, chat: bool) -> None:  # type: ignore[no-untyped-def]
-    from octavo.errors import OctavoError
+    from octavo.types import RequestError
 
     messages: list[dict[str, str]] = []
     print("Type a message; an empty line ends the chat.", file=sys.stderr)
@@ -61,13 +61,16 @@ def _converse(llm, params, chat: bool) -> None:  # type: ignore[no-untyped-def]
         messages.append({"role": "user", "content": line})
         try:
             text = _answer(llm, llm.chat_prompt(messages) if chat else line, params)
-        except OctavoError as error:
+        except RequestError as error:
+            messages.pop()
             print(f"octavo run: {error}", file=sys.stderr)
-            return
+            continue
         messages.append({"role": "assistant", "content": text})
 
 
 def _answer(llm, prompt, params) -> str:  # type: ignore[no-untyped-def]
+    from octavo.errors import OctavoError
+
     last = None
     peak = 0
     for output in llm.stream(prompt, params):
@@ -77,6 +80,8 @@ def _answer(llm, prompt, params) -> str:  # type: ignore[no-untyped-def]
         last = output
     print()
     assert last is not None
+    if last.error:
+        raise OctavoError(last.error)
     _report(llm, last, peak)
     return str(last.outputs[0].text)
 

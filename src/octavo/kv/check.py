@@ -1,4 +1,4 @@
-"""The invariants of the KV managers, in one place: used by tests, by the simulator and by --check in production."""
+"""The invariants of the KV managers, in one place: used by tests, and in production by `EngineConfig(check=True)`."""
 
 from __future__ import annotations
 

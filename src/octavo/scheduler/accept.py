@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from octavo.kv.api import KVManager
 from octavo.scheduler.config import SchedulerConfig
 from octavo.types import Request, RequestError
@@ -14,6 +16,8 @@ def ceiling_of(request: Request, limit: int, longest: int) -> int:
     Raises RequestError for an empty prompt and for one that leaves no room in the model length.
     """
     prompt, max_tokens = len(request.prompt), request.params.max_tokens
+    if request.deadline is not None and not math.isfinite(request.deadline):
+        raise RequestError(f"deadline is {request.deadline}; it must be a finite time.", field="deadline")
     if not prompt:
         raise RequestError("prompt is empty; give at least one token.", field="prompt")
     if prompt > limit or (prompt == limit and max_tokens != 0):

@@ -99,7 +99,8 @@ def charge_prompt(seq: Sequence, pool: Pool) -> Charge:
 
 
 def charge_ceiling(seq: Sequence, pool: Pool) -> Charge:
-    """Prompt + max_tokens, on top of what everybody running may still take: nobody is ever preempted."""
+    """Prompt + max_tokens, on top of what everybody running may still take: nobody is preempted, except samples of one
+    request (n > 1) that do not fit the pool together, or that a region strategy could not copy the prompt for."""
     return Charge(seq.ceiling, pool.outstanding + unforked(seq, pool.kv))
 
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from octavo.errors import OctavoError
 
 
 class SchedulerConfigError(OctavoError, ValueError):
     """A setting is out of its limits."""
+
+
+_LEAST = {
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_preemptions": 1,
+    "max_skips": 0,
+    "max_queue": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,7 @@ class SchedulerConfig:
     victims                 whom to preempt: `cheapest` (fewest tokens to recompute) or `newest`
     max_preemptions         after so many a sequence is protected: it is admitted only when it can run to its end
     max_skips               how often later requests may pass one that waits for memory; 0: strict order
-    order                   `fcfs`, or `priority` (lower first, then first come)
+    order                   `fcfs`, or `priority` (lower first, then first come; the worst is preempted first)
     max_queue               most sequences that may wait (n samples count n); None: no limit
     quotas                  tenant -> most blocks its sequences may hold together
     """
@@ -40,9 +51,12 @@ class SchedulerConfig:
     quotas: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_preemptions"):
-            if getattr(self, name) < 1:
-                raise SchedulerConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if name == "max_queue" and value is None:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                raise SchedulerConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
         for name, choices in (
             ("admission", ("prompt", "ceiling", "peak")),
             ("victims", ("cheapest", "newest")),
@@ -52,8 +66,6 @@ class SchedulerConfig:
                 raise SchedulerConfigError(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}."
                 )
-        if self.max_skips < 0:
-            raise SchedulerConfigError(f"max_skips is {self.max_skips}; it must be 0 (strict order) or more.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise SchedulerConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "

@@ -133,7 +133,13 @@ class Residents:
             rivals: Seq[Sequence] = self.running
             if quote.why is Why.QUOTA:
                 rivals = [other for other in rivals if other.request.tenant == seq.request.tenant]
-            victim = choose(seq, rivals, ORDERS[self.config.victims], self.config.max_preemptions)
+            victim = choose(
+                seq,
+                rivals,
+                ORDERS[self.config.victims],
+                self.config.max_preemptions,
+                by_priority=self.config.order == "priority",
+            )
             if victim is None:
                 return False
             self.preempt(victim, by=seq)

@@ -43,6 +43,9 @@ class WaitingRoom:
         self._line.add(seq)
         if seq.request.deadline is not None and seq.admitted_at is None:
             heapq.heappush(self._deadlines, (seq.request.deadline, seq.id, seq))
+            if len(self._deadlines) > 2 * len(self._line) + 64:  # forget those that have been admitted or ended
+                self._deadlines = [entry for entry in self._deadlines if _pending(entry[2])]
+                heapq.heapify(self._deadlines)
 
     def add_preempted(self, seq: Sequence) -> None:
         """Back into the line; it is not offered memory in the step that took its own."""
@@ -59,7 +62,7 @@ class WaitingRoom:
         """Those whose deadline passed before they were ever admitted; each is given once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             seq = heapq.heappop(self._deadlines)[2]
-            if seq.status is Status.WAITING and seq.admitted_at is None:
+            if _pending(seq):
                 yield seq
 
     # -- offering memory ----------------------------------------------------------------------------------------------
@@ -229,3 +232,8 @@ class WaitingRoom:
     def at_rest(self) -> bool:
         """Nothing waits and nothing is remembered of anyone who did."""
         return not self._line and not self._waits
+
+
+def _pending(seq: Sequence) -> bool:
+    """Whether it still waits for its first admission."""
+    return seq.status is Status.WAITING and seq.admitted_at is None
