@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.openmp import spin_shortly
+
+spin_shortly()  # before any test imports torch
 REPO = Path(__file__).resolve().parent.parent
 
 

@@ -19,6 +19,9 @@ __all__ = ["LLM", "EngineConfig", "FinishReason", "KVSpec", "OctavoError", "Requ
 def __getattr__(name: str) -> Any:
     """`LLM` needs torch and `KVSpec` does not: import them only when asked for."""
     if name == "LLM":
+        from octavo.openmp import spin_shortly
+
+        spin_shortly()
         from octavo.llm import LLM
 
         return LLM

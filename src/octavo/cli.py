@@ -39,7 +39,9 @@ def _call(name: str) -> None:
     import typer
 
     from octavo.errors import OctavoError
+    from octavo.openmp import spin_shortly
 
+    spin_shortly()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name)(getattr(importlib.import_module(f"octavo.commands.{name}"), name))
     try:
