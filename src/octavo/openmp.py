@@ -1,8 +1,9 @@
 """How long OpenMP threads spin at a barrier before they sleep; to be settled before torch is imported.
 
-By default GNU OpenMP spins for milliseconds. A decode step has hundreds of short parallel regions, and if another process
-takes one of the cores, every one of them waits for that process's time slice: measured on two cores with one busy neighbour,
-a step of the demo model took 3,628 ms instead of 48. With a short spin it takes 90 ms beside the neighbour and 53 ms alone.
+By default GNU OpenMP spins for milliseconds. A decode step has hundreds of short parallel regions, and if another
+process takes one of the cores, every region waits for that process's time slice: measured on two cores with one busy
+neighbour, a step of the demo model took 3,628 ms instead of 48. With a short spin it takes 90 ms beside the neighbour
+and 53 ms alone (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
