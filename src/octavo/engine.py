@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Protocol
@@ -202,12 +201,9 @@ class Engine:
         """Where every slot of the KV pool is."""
         return self.scheduler.ledger()
 
-    def drain(self, on_output: Callable[[RequestOutput], None] = lambda output: None) -> list[RequestOutput]:
+    def drain(self) -> list[RequestOutput]:
         """Step until nothing is left; returns the finished requests in the order in which they ended."""
-        done = []
+        done: list[RequestOutput] = []
         while self.busy:
-            for output in self.step():
-                on_output(output)
-                if output.finished:
-                    done.append(output)
+            done += (output for output in self.step() if output.finished)
         return done

@@ -90,14 +90,6 @@ class Quote:
         return self.free + self.evictable
 
 
-class Tier(Enum):
-    """Where blocks live."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Copy `n` consecutive blocks. The copies of one plan run in order; each reads all of its source before it
@@ -106,8 +98,6 @@ class Copy:
     src: int
     dst: int
     n: int = 1
-    src_tier: Tier = Tier.DEVICE
-    dst_tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +151,6 @@ class Ledger:
             + self.fragmented
             + self.held
         )
-
-    @property
-    def token_states(self) -> int:
-        """Slots that hold the state of a token: live ones and cached prefixes."""
-        return self.live + self.cached
 
 
 class StaleQuote(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from octavo.errors import OctavoError
-from octavo.kv.api import Copy, Tier
+from octavo.kv.api import Copy
 from octavo.kv.groups import LayerKV, Layout
 
 
@@ -77,11 +77,9 @@ class KVStore:
     def apply(self, copies: Sequence[Copy]) -> None:
         """Run the copies in order; each reads all of its source before it writes.
 
-        Raises StoreError, before anything is copied, for a block outside the pool or a tier there is no store for.
+        Raises StoreError, before anything is copied, for a block outside the pool.
         """
         for copy in copies:
-            if copy.src_tier is not Tier.DEVICE or copy.dst_tier is not Tier.DEVICE:
-                raise StoreError(f"{copy} needs a {copy.src_tier} to {copy.dst_tier} copy; only device blocks exist.")
             if min(copy.src, copy.dst) < 0 or max(copy.src, copy.dst) + copy.n > self.num_blocks:
                 raise StoreError(f"{copy} leaves the pool of {self.num_blocks} blocks.")
         for copy in copies:
