@@ -69,9 +69,9 @@ def build_engine(
     max_model_len = _fit_length(config, layout, kv_bytes, longest_model)
     pages = kv_bytes // layout.page_bytes
     header = log_header(config, loaded, layout, pages, _scheduler_config(config, max_model_len))
+    runner = TorchRunner(loaded, layout, pages, seed=config.seed)
     writer = None if log is None else LogWriter(log, header)
     scheduler = header.build(sink if writer is None else ev.fan_out(sink, writer))
-    runner = TorchRunner(loaded, layout, pages, seed=config.seed)
     engine = Engine(
         scheduler,
         runner,
@@ -89,8 +89,8 @@ def _model_length(config: EngineConfig, loaded: LoadedModel) -> int:
     longest = loaded.max_positions
     if config.max_model_len is not None and config.max_model_len > longest:
         raise OctavoError(
-            f"max_model_len is {config.max_model_len}; {loaded.name} was made for at most {longest} tokens; "
-            f"set max_model_len to {longest} or less."
+            f"max_model_len is {config.max_model_len}; {loaded.name} takes at most {longest} tokens"
+            f"{loaded.max_positions_note}; set max_model_len to {longest} or less."
         )
     return config.max_model_len or longest
 

@@ -78,7 +78,13 @@ def run_comparison(
 
 
 def make_prompts(items: Sequence[WorkItem], vocab_size: int) -> list[Prompt]:
-    """The texts where the workload has them, else seeded pseudo-random token ids of the recorded length."""
+    """The texts where the workload has them, else seeded pseudo-random token ids of the recorded length.
+
+    Raises OctavoError for a prompt of more than a million tokens, which no model here takes.
+    """
+    longest = max((item.prompt_tokens for item in items), default=0)
+    if longest > 1_000_000:
+        raise OctavoError(f"the workload has a prompt of {longest} tokens; at most 1000000 are made; leave it out.")
     rng = random.Random(0)
     return [
         item.prompt if item.prompt is not None else [rng.randrange(vocab_size) for _ in range(item.prompt_tokens)]

@@ -12,6 +12,7 @@ from typing import Protocol
 
 _BROKEN = "\ufffd"
 _MOST_PENDING = 3  # tokens that an unfinished UTF-8 character (4 bytes) can consist of
+_MOST_SILENT = 64  # tokens without any text that are kept in case later ones need them
 _CONTEXT = 6  # prompt tokens that tell a sentencepiece decoder whether a space begins the text
 
 
@@ -36,6 +37,8 @@ class Detokenizer:
         self._context = list(prompt[-_CONTEXT:])
         self._before = self._decode(self._context)
         self._pending: list[int] = []
+        self._waiting = ""  # what the pending tokens show: nothing, or an unfinished character
+        self._void: dict[int, bool] = {}
 
     def feed(self, ids: Iterable[int]) -> str:
         """Add tokens; returns the text that is complete now, perhaps none."""
@@ -43,15 +46,29 @@ class Detokenizer:
         for token in ids:
             self._pending.append(token)
             text = self._text(self._pending)
+            if text == self._waiting and self._is_void(token):
+                self._pending.pop()
+                continue
             if not text.endswith(_BROKEN):
                 out.append(self._release(len(self._pending), text))
+                if len(self._pending) > _MOST_SILENT:
+                    del self._pending[0]
             elif len(self._pending) > _MOST_PENDING:  # no character is that long: the first of them is broken
                 out.append(self._release(1, self._text(self._pending[:1])))
+                text = self._text(self._pending)
+            self._waiting = text if self._pending else ""
         return "".join(out)
 
     def flush(self) -> str:
         """The end: whatever is left, an unfinished character as U+FFFD."""
         return self._release(len(self._pending), self._text(self._pending))
+
+    def _is_void(self, token: int) -> bool:
+        """Whether the decoder passes over the token (a skipped special, an id beyond the vocabulary). A space that only
+        begins a text shows when it is repeated."""
+        if token not in self._void:
+            self._void[token] = not self._decode([token] * 4)
+        return self._void[token]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

@@ -103,6 +103,10 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role": …, "content": …}."""
+        if not isinstance(messages, (list, tuple)):
+            raise RequestError(
+                'messages is no list; give a list of {"role": …, "content": …} or several such lists.', field="messages"
+            )
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Seq[Any] = messages if several else [messages]
         prompts = [self.chat_prompt(conversation) for conversation in conversations]

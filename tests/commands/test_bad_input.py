@@ -115,7 +115,7 @@ def test_max_length_above_the_models(capsys, monkeypatch, tiny_model: Path, work
         capsys, monkeypatch, *compare(tiny_model, workload, tmp_path, "--kv-memory", "1MiB", "--max-model-len", 513)
     )
     assert "max_model_len is 513" in message
-    assert "at most 512 tokens" in message
+    assert "takes at most 512 tokens" in message
 
 
 def test_max_length_above_the_pool(capsys, monkeypatch, tiny_model: Path, workload: Path, tmp_path: Path) -> None:
@@ -132,6 +132,59 @@ def test_unknown_strategy(capsys, monkeypatch, tiny_model: Path, workload: Path,
         capsys, monkeypatch, *compare(tiny_model, workload, tmp_path, "--kv-memory", "1MiB", "--strategies", "best")
     )
     assert "'best'; choose from reserve-max, reserve-pow2, reserve-oracle, growing, paged, or all" in message
+
+
+def test_a_strategy_named_twice(capsys, monkeypatch, workload: Path, tmp_path: Path) -> None:
+    more = ("--kv-memory", "1MiB", "--strategies", "paged, paged")
+    message = failing(capsys, monkeypatch, *compare("demo", workload, tmp_path, *more))
+    assert "strategies names 'paged' 2 times; name each one once" in message
+
+
+def test_bad_outputs_are_told_before_the_model_is_loaded(capsys, monkeypatch, workload: Path, tmp_path: Path) -> None:
+    kept = workload.read_text()
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "taken.json").mkdir()
+    (tmp_path / "file").write_text("x")
+    as_json = tmp_path / "work.json"
+    as_json.write_text(kept)
+    (tmp_path / "linked.json").symlink_to(workload)
+    (tmp_path / "logs").mkdir()
+    log_work = tmp_path / "logs" / "paged.jsonl"
+    log_work.write_text(kept)
+    for work, more, wanted in (
+        (workload, ("--report", tmp_path / "report.txt"), "report.txt'; its name must end in .html"),
+        (workload, ("--report", tmp_path / "report"), "its name must end in .html"),
+        (workload, ("--report", tmp_path / "folder.html"), "folder.html', which is a folder"),
+        (workload, ("--report", tmp_path / "taken.html"), "taken.json', which is a folder"),
+        (as_json, ("--report", tmp_path / "work.html"), "report would overwrite the workload"),
+        (workload, ("--report", tmp_path / "linked.html"), "report would overwrite the workload"),
+        (workload, ("--report", tmp_path / "file" / "x.html"), "which cannot be made"),
+        (workload, ("--report", tmp_path / ("x" * 300 + ".html")), "report cannot be written to"),
+        (workload, ("--report", tmp_path / "a.html", "--log", tmp_path / "a.json"), "rename one"),
+        (workload, ("--report", tmp_path / "a.html", "--log", tmp_path / "a.html" / "logs"), "rename one"),
+        (workload, ("--log", tmp_path / "file"), "file', which is a file"),
+        (log_work, ("--log", tmp_path / "logs"), "would overwrite the workload"),
+    ):
+        arguments = ("--workload", work, "--report", tmp_path / "good.html", "--kv-memory", "1MiB", *more)
+        message = failing(capsys, monkeypatch, "compare", "nowhere", *arguments)
+        assert wanted in message, more
+    assert workload.read_text() == kept
+    assert sorted(path.name for path in tmp_path.glob("*.html")) == ["folder.html"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--requests", 0, "requests is 0"),
+        ("--length-scale", "nan", "length_scale is nan"),
+        ("--time-scale", "nan", "time_scale is nan"),
+    ],
+)
+def test_scales(capsys, monkeypatch, workload: Path, tmp_path: Path, option: str, value: object, wanted: str) -> None:
+    message = failing(
+        capsys, monkeypatch, *compare("nowhere", workload, tmp_path, "--kv-memory", "1MiB", option, value)
+    )
+    assert wanted in message
 
 
 def test_step_budget_below_the_sequences(capsys, monkeypatch, tiny_model: Path, workload: Path, tmp_path: Path) -> None:

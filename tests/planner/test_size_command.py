@@ -268,16 +268,27 @@ def test_a_model_maximum_that_does_not_fit_is_a_note_and_an_asked_one_is_an_erro
         (["llama-3.1-8b", "--mla", "both"], "mla_form is 'both'"),
         (["llama-3.1-8b", "--memory", "much"], "memory is 'much'"),
         (["llama-3.1-8b", "--memory", "24GiB", "--gpu", "RTX 4090"], "give one of them"),
-        (["llama-3.1-8b", "--memory", "24GiB", "--utilization", "1.5"], "utilization is 1.5"),
+        (["llama-3.1-8b", "--memory", "24GiB", "--utilization", "1.5"], "utilization is '1.5'"),
         (["llama-3.1-8b", "--memory", "24GiB", "--utilization", "most"], "utilization is 'most'"),
         (["llama-3.1-8b", "--memory", "8GiB"], "bytes short"),
         (["llama-3.1-8b", "--kv-memory", "1MiB"], "no length fits, not even one block"),
         (["llama-3.1-8b", "--max-model-len", "131073"], "the model takes at most 131072"),
         (["llama-3.1-8b", "--max-model-len", "0"], "max_model_len is 0"),
-        (["llama-3.1-8b", "--length", "200000"], "above the maximum of 131072"),
+        (["llama-3.1-8b", "--users", "1", "--length", "200000"], "above the maximum of 131072"),
+        (["llama-3.1-8b", "--length", "200"], "length is 200 and users is not given"),
+        (["llama-3.1-8b", "--users", "2"], "users is 2 and length is not given"),
+        (["llama-3.1-8b", "--users", "2", "--length", "0"], "length is 0; it must be at least 1"),
+        (["llama-3.1-8b", "--utilization", "abc"], "utilization is 'abc'"),
+        (["llama-3.1-8b", "--utilization", "2"], "utilization is '2'"),
+        (["llama-3.1-8b", "--utilization", "nan"], "utilization is 'nan'"),
+        (["llama-3.1-8b", "--utilization", "1e-999999999"], "utilization is '1e-999999999'"),
+        (["llama-3.1-8b", "--block-size", "0"], "block_size is 0; it must be at least 1"),
+        (["llama-3.1-8b", "--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
+        (["llama-3.1-8b", "--weight-dtype", "zzz"], "Weight dtype 'zzz' is unknown"),
+        (["x" * 5000], "neither a file, a directory"),
         (["llama-3.1-8b", "--users", "0", "--length", "10"], "users is 0"),
         (["llama-3.1-8b", "--kv-memory", "1GiB", "--block-size", "0"], "block_size is 0"),
-        (["gemma-3-27b", "--num-blocks", "100"], "must have a single layer group"),
+        (["gemma-3-27b", "--num-blocks", "100"], "blocks of several sizes"),
         (["deepseek-v4-flash"], "model_type deepseek_v4 is not sized by Octavo"),
     ],
 )
@@ -285,11 +296,51 @@ def test_one_sentence_and_exit_code_one(arguments: list[str], sentence: str) -> 
     assert sentence in refusal(*arguments)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '"text"', ""])
+@pytest.mark.parametrize("content", ["{", "[1]", '"text"', "", "[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"])
 def test_a_config_that_is_no_object(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
     assert str(path) in refusal(str(path))
+
+
+def test_a_byte_order_mark_is_allowed(model: Path) -> None:
+    config = model / "config.json"
+    config.write_text("\ufeff" + config.read_text(), encoding="utf-8")
+    assert answer(str(model))["bytes_per_token"]["total"] == 1024
+
+
+def test_a_path_with_brackets_is_shown_as_it_is(model: Path) -> None:
+    folder = model / "a[" / "b] [bold]"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    shown = run(str(folder))
+    assert shown.code == 0
+    assert "a[/b] [bold]" in shown.out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        (
+            "num_hidden_layers",
+            10**12,
+            "num_hidden_layers is 1000000000000; Octavo sizes models of at most 10000 layers",
+        ),
+        ("hidden_size", 10**30, "hidden_size is 1e+30; it must be at most"),
+        ("num_key_value_heads", 3, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
+        ("num_key_value_heads", [2, 2, 3, 2], "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
+        ("layer_types", [["full_attention"]] * 4, "has layers of kind"),
+        ("num_nextn_predict_layers", "one", None),
+        ("rope_scaling", {"type": "linear", "factor": float("inf")}, "rope_scaling.factor is inf"),
+    ],
+)
+def test_a_field_with_an_impossible_value(model: Path, field: str, value: object, sentence: str | None) -> None:
+    config = {**CONFIG, field: value}
+    if sentence is None:
+        config["layer_types"] = ["full_attention"] * 4
+        sentence = "a field holds a value of a kind that Octavo does not expect (TypeError"
+    (model / "config.json").write_text(json.dumps(config))
+    assert sentence in refusal(str(model))
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,13 @@ from driver import Driver, reference
 from tiny import TINY, tiny_module
 
 from octavo.errors import OctavoError
-from octavo.models.loader import load_model
-from octavo.models.shapes import max_positions
-from octavo.types import SamplingParams
+from octavo.kv.groups import page_layout
+from octavo.models.errors import ModelError
+from octavo.models.loader import load_model, loaded
+from octavo.models.shapes import max_positions, position_limit
+from octavo.models.tokenizer import Tokenizer
+from octavo.runner.torch_runner import TorchRunner
+from octavo.types import RequestError, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +65,6 @@ def test_bad_names_and_dtypes(saved: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_broken_checkpoints(saved: Path, tmp_path: Path) -> None:
-    import shutil
-
     whole = (saved / "model.safetensors").read_bytes()
     for name, data in (("cut", whole[: len(whole) // 2]), ("noise", b"\0" * 100)):
         broken = tmp_path / name
@@ -137,3 +142,180 @@ def test_rope_that_depends_on_the_batch_is_held_to_its_original_length() -> None
         "original_max_position_embeddings": 128,
     }
     assert max_positions(config) == 128
+    assert "longrope" in position_limit(config)[1]
+    assert "original length of 128" in position_limit(config)[1]
+    assert position_limit(TINY["llama"]()) == (512, "")
+
+
+@pytest.fixture
+def variant(saved: Path, tmp_path: Path) -> Callable[..., str]:
+    """The saved model with other config values or files; returns its path."""
+
+    def make(config: dict[str, object] | None = None, /, *, mark: str = "", **files: str) -> str:
+        path = tmp_path / f"variant{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(saved, path)
+        merged = json.loads((path / "config.json").read_text()) | (config or {})
+        (path / "config.json").write_text(mark + json.dumps(merged), encoding="utf-8")
+        for name, text in files.items():
+            (path / f"{name}.json").write_text(text)
+        return str(path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"num_attention_heads": 5}, "not a multiple of the number of attention heads (5)"),
+        ({"num_key_value_heads": 3}, "other sizes than config.json says"),
+        ({"vocab_size": "many"}, "Field 'vocab_size' expected int"),
+        ({"head_dim": 0}, "ZeroDivisionError"),
+        ({"hidden_act": "zzz"}, "KeyError: 'zzz'"),
+        ({"dtype": "float99"}, "float99"),
+        ({"text_config": [1]}, "cannot be loaded"),
+        ({"quantization_config": [1]}, "cannot be loaded"),
+        ({"num_hidden_layers": 10**12}, "names 1000000000000 layers; at most 10000"),
+        ({"model_type": "zzz"}, "model_type is 'zzz'"),
+        ({"model_type": [1]}, "model_type is [1]"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use(
+    variant: Callable[..., str], config: dict[str, object], word: str
+) -> None:
+    assert word in error(variant(config))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "word"),
+    [
+        ("generation_config", "[]", "holds a JSON list"),
+        ("generation_config", "{oops", "no UTF-8 JSON"),
+        ("generation_config", "\ufeff{}", "byte order mark"),
+        ("generation_config", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+        ("tokenizer", "[]", "the tokenizer in"),
+        ("tokenizer", "{", "the tokenizer in"),
+        ("tokenizer_config", "[]", "the tokenizer in"),
+        ("config", "[]", "holds a JSON list"),
+        ("config", "[" * 100_000, "recursion"),
+    ],
+)
+def test_a_file_that_transformers_cannot_use(variant: Callable[..., str], file: str, text: str, word: str) -> None:
+    assert word in error(variant(**{file: text}))
+
+
+def test_a_byte_order_mark_before_the_config_is_allowed(variant: Callable[..., str]) -> None:
+    model = load_model(variant(mark="\ufeff"), device="cpu")
+    assert model.eos_ids == frozenset({2})
+    assert "variant" in model.config._name_or_path
+
+
+def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(
+    variant: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("a question on the terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    code = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    assert "(auto_map) is not run" in error(variant({**code, "model_type": "zzz"}))
+    own = json.dumps({"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "OwnTokenizer"})
+    assert "(auto_map), which is not run" in error(variant(tokenizer_config=own))
+
+
+def test_the_remedy_fits_the_cause(variant: Callable[..., str]) -> None:
+    gptq = error(variant({"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    assert "quant_method is 'gptq'" in gptq
+    assert ".gguf" in gptq
+    assert "rotary" not in gptq
+    chunked = error(variant({"layer_types": ["chunked_attention"] * 3}))
+    assert "layers are all of these kinds" in chunked
+    assert "rotary" not in chunked
+
+
+def test_a_name_that_is_too_long() -> None:
+    assert "does not exist" in error("x" * 5000)
+    assert "does not exist" in error("x" * 5000 + ".gguf")
+
+
+def test_attention_that_bypasses_the_interface_is_refused_when_the_runner_is_built() -> None:
+    """DiffLlama loads, names its layers as usual, and computes its attention by itself."""
+    import transformers as tf
+    from tiny import BASE
+
+    module = tf.AutoModelForCausalLM.from_config(tf.DiffLlamaConfig(**BASE))
+    model = loaded("odd", module, None, torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"odd: in DiffLlamaForCausalLM the layers \[0, 1, 2\] do not call"):
+        TorchRunner(model, page_layout(model.layers, 4), 8)
+
+
+def test_a_model_that_fails_on_its_first_token_is_refused_when_the_runner_is_built() -> None:
+    module = tiny_module("llama")
+    module.model.norm.forward = lambda hidden: hidden.no_such_thing
+    model = loaded("odd", module, None, torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"odd: LlamaForCausalLM fails on its first token .AttributeError"):
+        TorchRunner(model, page_layout(model.layers, 4), 8)
+
+
+def test_the_check_of_the_runner_leaves_nothing_behind() -> None:
+    model = loaded("llama", tiny_module("llama"), None, torch.device("cpu"))
+    runner = TorchRunner(model, page_layout(model.layers, 4), 8)
+    assert not runner.store.buffer.any()
+
+
+# --- chat ------------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}{{ raise_exception('no such role here') }}"
+    "{% endif %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty() -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["?", "user", "assistant", "hello", "there"])}
+    backend = Backend(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", chat_template=TEMPLATE))
+
+
+def test_text_parts_are_joined(chatty: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]
+    assert chatty.encode_chat([{"role": "user", "content": parts}]) == [1, 3, 4]
+    assert chatty.encode_chat([{"role": "user", "content": "hello there"}]) == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("messages", "word"),
+    [
+        ("hello", "messages is 'hello'; it must be a list"),
+        ([], "messages is []"),
+        (["hello"], "messages[0] is 'hello'"),
+        ([{"role": "user"}], "messages[0].content is None; it must be a text or a list"),
+        ([{"content": "hello"}], "messages[0].role is None"),
+        ([{"role": "user", "content": 5}], "messages[0].content is 5"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0] is"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0] is"),
+        ([{"role": "wizard", "content": "hello"}], "no such role here"),
+        ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+    ],
+)
+def test_a_conversation_that_is_none(chatty: Tokenizer, messages: object, word: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chatty.encode_chat(messages)  # type: ignore[arg-type]
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_chat_template(chatty: Tokenizer) -> None:
+    broken = Tokenizer(type(chatty.hf)(tokenizer_object=chatty.hf.backend_tokenizer, chat_template="{% for"))
+    with pytest.raises(ModelError, match="chat template cannot be run"):
+        broken.encode_chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_prompt_with_half_a_surrogate_pair(chatty: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
+        chatty.encode("hello \udc80")

@@ -82,6 +82,45 @@ def test_special_tokens_are_shown_on_demand() -> None:
     assert Detokenizer(Fallback(), [1], skip_special_tokens=False).feed([0, 2]) == "<s> there"
 
 
+class Counting:
+    """Adds up the tokens that are decoded."""
+
+    def __init__(self, tokenizer: Fallback) -> None:
+        self.tokenizer, self.work = tokenizer, 0
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.work += len(ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("silent", [0, 999], ids=["special", "beyond the vocabulary"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([], [2]), ([4], [2]), ([1], [2]), ([1, 5 + 0xC3], [5 + 0xA9, 2])],
+    ids=["nothing", "space", "word", "half a character"],
+)
+def test_tokens_without_text_cost_no_more_the_more_there_are(silent: int, before: list[int], after: list[int]) -> None:
+    counting = Counting(FALLBACK)
+    detokenizer = Detokenizer(counting)
+    ids = [*before, *[silent] * 4000, *after]
+    out = "".join(detokenizer.feed([i]) for i in ids) + detokenizer.flush()
+    assert counting.work < 20 * len(ids)
+    assert out == FALLBACK.decode([*before, *after])
+
+
+def test_silent_tokens_that_may_matter_are_bounded_too() -> None:
+    class Silent:
+        work = 0
+
+        def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            self.work += len(ids)
+            return "x" if len(set(ids)) < len(ids) else ""  # no token is void, and different ones never show
+
+    silent = Silent()
+    Detokenizer(silent).feed(range(4000))
+    assert silent.work < 4000 * 100
+
+
 def test_invalid_bytes_do_not_hold_back_for_ever() -> None:
     detokenizer = Detokenizer(Bytes())
     out = detokenizer.feed([0xFF] * 20)

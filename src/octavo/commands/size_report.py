@@ -154,13 +154,15 @@ def _inverse_json(result: SizeResult) -> dict[str, Any] | None:
 def print_report(result: SizeResult) -> None:
     """Print the answer as text and tables."""
     from rich.console import Console
+    from rich.markup import escape
 
     # A pipe has no width of its own; 80 columns would break every formula.
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=120)
     spec = result.spec
     ranks = "" if spec.tp == 1 else f" · TP {spec.tp}, bytes of one device"
-    console.print(f"[bold]{result.request.model}[/] · {spec.model_type or 'no model_type'} · KV {spec.dtype}{ranks}")
-    console.print(f"[dim]from {result.source.where}[/]")
+    kind = escape(spec.model_type or "no model_type")
+    console.print(f"[bold]{escape(result.request.model)}[/] · {kind} · KV {spec.dtype}{ranks}")
+    console.print(f"[dim]from {escape(result.source.where)}[/]")
     console.print()
     _print_groups(console, spec)
     _print_sequence(console, result)
@@ -228,6 +230,8 @@ def _print_sequence(console: Any, result: SizeResult) -> None:
 
 
 def _print_memory(console: Any, result: SizeResult) -> None:
+    from rich.markup import escape
+
     plan, low, high = result.plan, result.pools[0], result.pools[-1]
     table = _table("memory of one device", "bytes", "where it comes from")
     if plan is not None:
@@ -235,7 +239,7 @@ def _print_memory(console: Any, result: SizeResult) -> None:
         table.add_row("utilization", f"{float(plan.utilization):g}", "--utilization")
         for name in ("weights", "activations", "workspace"):
             amount = getattr(plan, name)
-            table.add_row(f"- {name}", interval(amount), amount.source)
+            table.add_row(f"- {name}", interval(amount), escape(amount.source))
     assert result.kv is not None
     kv = Amount(low.kv_bytes, high.kv_bytes, result.kv.source)
     table.add_row("[bold]= KV[/]", f"[bold]{interval(kv)}[/]", kv.source)
@@ -296,9 +300,11 @@ def _print_inverse(console: Any, result: SizeResult) -> None:
 
 
 def _print_sources(console: Any, result: SizeResult) -> None:
+    from rich.markup import escape
+
     table = _table("value", "is", "where it comes from")
     for name, source in result.spec.sources.items():
-        table.add_row(name, str(result.spec.values.get(name, "")), source)
+        table.add_row(name, escape(str(result.spec.values.get(name, ""))), escape(source))
     console.print(table)
     for note in result.notes:
-        console.print(f"Note: {note}", soft_wrap=True)
+        console.print(f"Note: {escape(note)}", soft_wrap=True)

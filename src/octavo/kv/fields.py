@@ -18,6 +18,8 @@ class ConfigError(OctavoError, ValueError):
     """A model config that does not say enough, contradicts itself, or is of a kind Octavo cannot size."""
 
 
+MOST = 2**48  # of anything a config counts
+
 #: Sub-configs that hold the language model, outermost first. Vision and audio towers are never read.
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config", "language_model_config")
 
@@ -126,6 +128,9 @@ class Fields:
         if isinstance(value, bool) or not whole or value < 1:
             where = self.sources.get(name, name)
             raise ConfigError(f"{where} is {value!r}; it must be a whole number of at least 1.")
+        if value > MOST:
+            where = self.sources.get(name, name)
+            raise ConfigError(f"{where} is {value:.3g}; it must be at most {MOST}: correct the config.")
         return int(value)
 
     def missing(self, name: str) -> ConfigError:

@@ -83,9 +83,23 @@ def _per_layer(fields: Fields, count: int) -> list[Shape | None]:
         if len(heads) != count:
             where = fields.sources["num_key_value_heads"]
             raise ConfigError(f"{where} has {len(heads)} entries but the model has {count} layers.")
+        _require_multiples(fields, heads)
     k_dim = head_dim(fields)
     v_dim = fields.maybe_count("v_head_dim") or k_dim
     return [Shape(h, k_dim, v_dim) if h else None for h in heads]
+
+
+def _require_multiples(fields: Fields, kept: list[Any]) -> None:
+    """Each KV head serves the same number of query heads: in every layer these must be a multiple of those."""
+    given = fields.need("num_attention_heads")
+    queries = given if isinstance(given, list) and len(given) == len(kept) else [query_heads(fields)] * len(kept)
+    for asking, heads in zip(queries, kept, strict=True):
+        if heads and fields.as_count("num_attention_heads", asking or heads) % heads:
+            raise ConfigError(
+                f"{fields.sources['num_attention_heads']} {asking} is not a multiple of "
+                f"{fields.sources['num_key_value_heads']} {heads}: each KV head must serve as many query heads as "
+                "the others; correct the config."
+            )
 
 
 def kv_heads(fields: Fields) -> int | list[int]:

@@ -64,7 +64,7 @@ def named(fields: Fields, name: str, names: Any, count: int) -> list[Layer]:
     extra = fields.data.get("num_nextn_predict_layers") or 0
     if len(names) == count + extra:  # the list also covers the draft (multi-token prediction) layers
         names = names[:count]
-    unknown = sorted({str(n) for n in names if n not in NAMES})
+    unknown = sorted({str(n) for n in names if not isinstance(n, str) or n not in NAMES})
     if unknown:
         raise ConfigError(
             f"{where} has layers of kind {', '.join(unknown)}, whose cache Octavo cannot size; "
@@ -105,7 +105,7 @@ def _every_nth_full(fields: Fields, count: int) -> list[Layer]:
     if not _window_given(fields):
         return [FULL] * count
     pattern = fields.data.get("sliding_window_pattern", fields.data.get("global_attn_every_n_layers"))
-    if isinstance(pattern, str):  # EXAONE-4: "LLLG", repeated
+    if isinstance(pattern, str) and pattern:  # EXAONE-4: "LLLG", repeated
         fields.sources["layer_kinds"] = f"{fields.prefix}sliding_window_pattern"
         return [WINDOW if pattern[i % len(pattern)] == "L" else FULL for i in range(count)]
     if pattern is not None:
@@ -219,7 +219,12 @@ def _grouped(fields: Fields, count: int) -> list[Layer]:
 def _gpt_neo(fields: Fields, count: int) -> list[Layer]:
     names = fields.data.get("attention_layers")
     if not names:
-        names = [n for pattern, times in fields.need("attention_types") for _ in range(times) for n in pattern]
+        groups = [(list(p), fields.as_count("attention_types", n)) for p, n in fields.need("attention_types")]
+        if sum(len(pattern) * times for pattern, times in groups) != count:
+            raise ConfigError(
+                f"{fields.prefix}attention_types names another number of layers than {count}: correct it."
+            )
+        names = [n for pattern, times in groups for _ in range(times) for n in pattern]
     fields.sources["attention_layers"] = f"{fields.prefix}attention_layers"
     return named(fields, "attention_layers", names, count)
 

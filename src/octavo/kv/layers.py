@@ -22,6 +22,7 @@ _SUSPECT = re.compile(
     r"attn_layer|attn_type_list|full_attn|cross_attention_layers|global_attn_every|kv_shared|share_kv|kv_share|use_cla|kv_source|compress_ratio",
     re.IGNORECASE,
 )
+MOST_LAYERS = 10_000  # a hundred times what is published: more is a slip, and every layer is listed
 _HARMLESS = frozenset({"use_sliding_window", "max_window_layers", "mlp_layer_types"})
 
 
@@ -47,6 +48,11 @@ def layer_count(fields: Fields) -> int:
         fields.sources["num_hidden_layers"] = f"length of {fields.prefix}hybrid_override_pattern"
         return len(pattern)
     count = fields.count("num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise ConfigError(
+            f"{fields.sources['num_hidden_layers']} is {count}; Octavo sizes models of at most {MOST_LAYERS} layers: "
+            "correct the config."
+        )
     if fields.family == "longcat_flash" and fields.data.get("num_hidden_layers") is None:
         fields.sources["num_hidden_layers"] = f"2 attention sub-layers x {fields.prefix}num_layers {count}"
         return 2 * count

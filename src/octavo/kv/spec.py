@@ -303,7 +303,10 @@ def _max_positions(fields: Fields) -> int | None:
     factor = scaling.get("factor")
     if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, (int, float)):
         return length
-    original = scaling.get("original_max_position_embeddings") or length
+    if not 0 < factor < 1e9:
+        raise ConfigError(f"{fields.prefix}rope_scaling.factor is {factor}; it must be a number above 0 and below 1e9.")
+    given = scaling.get("original_max_position_embeddings")
+    original = length if given is None else fields.as_count("original_max_position_embeddings", given)
     stretched = int(original * factor)
     if stretched <= length:
         return length

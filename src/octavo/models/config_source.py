@@ -52,10 +52,10 @@ def find_source(model: str) -> ModelSource:
         packaged = packaged_model(model)
         if packaged is not None:
             return _from_gguf(packaged)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that is too long
         return _from_directory(path)
-    if path.is_file():
+    if os.path.isfile(path):
         return _from_gguf(path) if _is_gguf(path) else _from_json(path)
     if model.startswith((".", "/", "~")) or path.suffix in (".json", ".gguf"):
         raise ModelError(f"There is no file or directory {model}.")
@@ -87,15 +87,18 @@ def _from_name(model: str) -> ModelSource:
 def _is_gguf(path: Path) -> bool:
     if path.suffix == ".gguf":
         return True
-    with open(path, "rb") as file:
-        return file.read(4) == b"GGUF"
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise ModelError(f"{path} cannot be opened ({error.strerror}): give a file that may be read.") from error
 
 
 def _from_json(path: Path) -> ModelSource:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not a readable JSON file: {error}.") from None
+        config = json.loads(path.read_text(encoding="utf-8-sig"))  # a byte order mark is allowed
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: bytes, syntax, or a number of 5,000 digits
+        raise ModelError(f"{path} is not a readable JSON file ({error}): correct it or download it again.") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a JSON {type(config).__name__}; a model config is an object.")
     return ModelSource(where=str(path), config=config, weight_bytes=_safetensors_bytes(path.parent))
@@ -127,10 +130,14 @@ def _safetensors_bytes(folder: Path) -> tuple[int, str] | None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            total = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
+            total = json.loads(index.read_text(encoding="utf-8-sig"))["metadata"]["total_size"]
+            if not 0 < total < 1 << 60:
+                raise ValueError(total)
             return int(total), f"{index.name}, metadata.total_size"
-        except (KeyError, TypeError, ValueError):
-            raise ModelError(f"{index} has no metadata.total_size: remove it or download it again.") from None
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ModelError(
+                f"{index} has no metadata.total_size that is a number of bytes: remove it or download it again."
+            ) from error
     single = folder / "model.safetensors"
     if not single.is_file():
         return None
@@ -148,7 +155,7 @@ def _cached_config(repo: str) -> Path | None:
     cache = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
     folder = cache / f"models--{repo.replace('/', '--')}"
     main = folder / "refs" / "main"
-    revisions = [main.read_text().strip()] if main.is_file() else []
+    revisions = [main.read_text(errors="replace").strip()] if main.is_file() else []
     found = [folder / "snapshots" / revision / "config.json" for revision in revisions]
     found += sorted(folder.glob("snapshots/*/config.json"))
     return next((path for path in found if path.is_file()), None)
@@ -168,4 +175,4 @@ def _from_hub(repo: str) -> ModelSource:
         raise
     except Exception as error:  # the client raises many kinds, from its own and from its HTTP library
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"config.json of {repo} could not be fetched from the hub: {first}") from None
+        raise ModelError(f"config.json of {repo} could not be fetched from the hub: {first}") from error

@@ -6,18 +6,25 @@ hub id. Every failure is a ModelError in one sentence.
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from octavo.errors import OctavoError
 from octavo.kv.groups import LayerKV
+from octavo.kv.layers import MOST_LAYERS
 from octavo.models.demo import packaged_model
 from octavo.models.errors import ModelError
 from octavo.models.gguf_file import read_gguf
 from octavo.models.gguf_model import build_from_gguf
-from octavo.models.shapes import check_supported, layer_shapes, max_positions
+from octavo.models.shapes import check_supported, layer_shapes, position_limit
 from octavo.models.tokenizer import Tokenizer, first_line, tokenizer_from_directory, tokenizer_from_gguf
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,6 +40,7 @@ class LoadedModel:
     weight_bytes   bytes of the distinct parameter and buffer storages
     max_positions  the longest sequence the model can take
     eos_ids        tokens that end a generation
+    max_positions_note  why max_positions is less than the config names, as a clause; "" if it is not
     """
 
     name: str
@@ -47,6 +55,7 @@ class LoadedModel:
     shared: dict[int, int]
     dtype: torch.dtype
     device: torch.device
+    max_positions_note: str = ""
 
     @property
     def has_chat_template(self) -> bool:
@@ -66,7 +75,7 @@ def load_model(name_or_path: str, *, dtype: str = "auto", device: str = "auto") 
     path = packaged_model(name) or Path(name)
     if path.suffix == ".gguf":
         return _load_gguf(name, path, dtype, place)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that is too long
         return _load_directory(name, path, dtype, place)
     return _load_directory(name, _from_hub(name), dtype, place)
 
@@ -93,6 +102,7 @@ def loaded(name: str, module: Any, tokenizer: Tokenizer | None, device: torch.de
     check_supported(config, name)
     dtype = next(module.parameters()).dtype
     layers, shared = layer_shapes(config, dtype)
+    longest, note = position_limit(config)
     return LoadedModel(
         name=name,
         module=module,
@@ -100,12 +110,13 @@ def loaded(name: str, module: Any, tokenizer: Tokenizer | None, device: torch.de
         tokenizer=tokenizer,
         eos_ids=_eos_ids(module, tokenizer),
         weight_bytes=weight_bytes(module),
-        max_positions=max_positions(config),
+        max_positions=longest,
         vocab_size=config.get_text_config(decoder=True).vocab_size,
         layers=layers,
         shared=shared,
         dtype=dtype,
         device=device,
+        max_positions_note=note,
     )
 
 
@@ -119,46 +130,107 @@ def weight_bytes(module: torch.nn.Module) -> int:
 
 
 def _load_gguf(name: str, path: Path, dtype: str, device: torch.device) -> LoadedModel:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelError(f"model {name!r} does not exist: there is no file {path}.")
-    file = read_gguf(path)
     kind = DTYPES.get(dtype, torch.bfloat16 if computes_bfloat16(device) else torch.float32)
-    module, extra_eos = build_from_gguf(file, kind)
-    module.generation_config.eos_token_id = sorted(extra_eos) or None
-    return loaded(name, module, tokenizer_from_gguf(file), device)
+    with _reading(name, path):
+        file = read_gguf(path)
+        _check_layers(path, file.metadata.get(f"{file.architecture}.block_count"))
+        module, extra_eos = build_from_gguf(file, kind)
+        module.generation_config.eos_token_id = sorted(extra_eos) or None
+        return loaded(name, module, tokenizer_from_gguf(file), device)
+
+
+@contextmanager
+def _reading(name: str, path: Path) -> Iterator[None]:
+    """Whatever other libraries raise while they read a model becomes a ModelError. They raise almost anything: what
+    the files hold reaches them unchecked."""
+    try:
+        yield
+    except OctavoError:
+        raise
+    except Exception as error:
+        why = first_line(error).rstrip(".")
+        if "ignore_mismatched_sizes" in why:  # transformers' own sentence speaks of a report that it logged
+            why = "its weights have other sizes than config.json says"
+        raise ModelError(
+            f"model {name!r} in {path} cannot be loaded: {why}; check its files or download them again."
+        ) from error
 
 
 def _load_directory(name: str, path: Path, dtype: str, device: torch.device) -> LoadedModel:
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if not (path / "config.json").is_file():
         raise ModelError(f"model {name!r}: {path} has no config.json; give a model directory or a .gguf file.")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"model {name!r}: {path} has no *.safetensors file; other weight formats are not read.")
     kind: Any = DTYPES.get(dtype, "auto")
-    try:
-        config = AutoConfig.from_pretrained(str(path))
+    with _reading(name, path):
+        config = _read_config(path)
         check_supported(config, name)
         result: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), config=config, dtype=kind, output_loading_info=True
+            str(path), config=config, dtype=kind, output_loading_info=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model {name!r} in {path} cannot be loaded: {first_line(error)}") from error
-    module, report = result
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
+        module, report = result
+        if report["missing_keys"]:
+            missing = sorted(report["missing_keys"])
+            raise ModelError(
+                f"model {name!r} in {path} lacks {len(missing)} weights (first: {missing[0]}); "
+                "the checkpoint is incomplete or of another architecture."
+            )
+        return loaded(name, module, tokenizer_from_directory(path, config), device)
+
+
+def _read_config(path: Path) -> Any:
+    """config.json as a transformers config. What transformers would pass over or run astray on is refused here."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    data, marked = _read_object(path / "config.json")
+    if (path / "generation_config.json").is_file():
+        _, broken = _read_object(path / "generation_config.json")
+        if broken:
+            raise ModelError(f"{path / 'generation_config.json'} starts with a byte order mark; save it without one.")
+    kind = data.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        own = "; the code it brings along (auto_map) is not run" if data.get("auto_map") else ""
         raise ModelError(
-            f"model {name!r} in {path} lacks {len(missing)} weights (first: {missing[0]}); "
-            "the checkpoint is incomplete or of another architecture."
+            f"model_type is {kind!r} in {path / 'config.json'}, which this version of transformers does not know{own}: "
+            "choose another model or update transformers."
         )
-    return loaded(name, module, tokenizer_from_directory(path), device)
+    for part in (data, *(value for value in data.values() if isinstance(value, dict))):
+        for field in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+            _check_layers(path / "config.json", part.get(field))
+    if not marked:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    with tempfile.TemporaryDirectory() as folder:  # transformers takes no byte order mark: it reads a clean copy
+        (Path(folder) / "config.json").write_text(json.dumps(data), encoding="utf-8")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config._name_or_path = str(path)
+    return config
+
+
+def _read_object(path: Path) -> tuple[dict[str, Any], bool]:
+    """A JSON object, and whether a byte order mark stands before it. Raises ModelError."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+        data = json.loads(text.removeprefix("\ufeff"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be loaded: it is no UTF-8 JSON ({first_line(error)}).") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} cannot be loaded: it holds a JSON {type(data).__name__}; it must be an object.")
+    return data, text.startswith("\ufeff")
+
+
+def _check_layers(path: Path, count: object) -> None:
+    if isinstance(count, int) and count > MOST_LAYERS:
+        raise ModelError(f"{path} names {count} layers; at most {MOST_LAYERS} are supported: correct the file.")
 
 
 def _from_hub(name: str) -> Path:
     """Fetch a snapshot of a hub repository (config, safetensors, tokenizer)."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     if "/" not in name or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
@@ -171,7 +243,7 @@ def _from_hub(name: str) -> Path:
             f"model {name!r} is no local path and the Hugging Face hub cannot be reached; "
             "give a directory or .gguf file, or use the packaged model demo."
         ) from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except Exception as error:  # the client raises many kinds, from its own and from its HTTP library
         raise ModelError(f"model {name!r} cannot be fetched from the Hugging Face hub: {first_line(error)}") from error
 
 
@@ -192,5 +264,12 @@ def _eos_ids(module: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
     if tokenizer is not None:
         candidates.append(tokenizer.eos_token_id)
     for value in candidates:
-        found.update([value] if isinstance(value, int) else value or ())
+        ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ModelError(
+                    f"eos_token_id is {value!r}; it must be a token id or a list of them: correct it in "
+                    "generation_config.json or config.json."
+                )
+        found.update(ids)
     return frozenset(found)

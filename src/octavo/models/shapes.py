@@ -21,24 +21,32 @@ _KV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "
 def check_supported(config: Any, name: str) -> None:
     """Raise ModelError for a model that is not a decoder with plain attention, naming the field that says so."""
 
-    def refuse(field: str, value: object, why: str) -> None:
-        raise ModelError(
-            f"{name}: {field} is {value!r}; {why}. Choose a decoder-only model with rotary or learned positions."
-        )
+    def refuse(field: str, value: object, why: str, choose: str) -> None:
+        raise ModelError(f"{name}: {field} is {value!r}; {why}. Choose {choose}.")
 
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
-        refuse("is_encoder_decoder", True, "encoder-decoder models are not supported")
+        refuse("is_encoder_decoder", True, "encoder-decoder models are not supported", "a decoder-only model")
     if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
-        refuse("alibi", True, "ALiBi position biases are not supported")
+        refuse("alibi", True, "ALiBi position biases are not supported", "a model with rotary or learned positions")
     if getattr(text, "use_bidirectional_attention", None) or getattr(text, "is_causal", True) is False:
-        refuse("use_bidirectional_attention", True, "attention must be causal")
-    if getattr(config, "quantization_config", None) is not None:
-        method = _get(config.quantization_config, "quant_method")
-        refuse("quantization_config.quant_method", method, "only plain weights and GGUF files are supported")
+        refuse("use_bidirectional_attention", True, "attention must be causal", "a causal model")
+    for part in (config, text):
+        if (quantised := getattr(part, "quantization_config", None)) is not None:
+            refuse(
+                "quantization_config.quant_method",
+                _get(quantised, "quant_method"),
+                "quantised safetensors are not read",
+                "the float32, bfloat16 or float16 weights of this model, or a quantised .gguf file of it",
+            )
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in (_FULL, _SLIDING):
-            refuse("layer_types", kind, f"only {_FULL} and {_SLIDING} layers have a paged cache here")
+            refuse(
+                "layer_types",
+                kind,
+                f"only {_FULL} and {_SLIDING} layers have a paged cache here",
+                "a model whose layers are all of these kinds",
+            )
 
 
 def layer_shapes(config: Any, dtype: torch.dtype) -> tuple[tuple[LayerKV, ...], dict[int, int]]:
@@ -61,7 +69,13 @@ def layer_shapes(config: Any, dtype: torch.dtype) -> tuple[tuple[LayerKV, ...], 
 
 
 def max_positions(config: Any) -> int:
-    """The longest length at which a token's output does not depend on its neighbours in the batch.
+    """The longest sequence: see `position_limit`."""
+    return position_limit(config)[0]
+
+
+def position_limit(config: Any) -> tuple[int, str]:
+    """The longest length at which a token's output does not depend on its neighbours in the batch, and, where that is
+    less than the config's length, why: a clause for error messages.
 
     `dynamic` and `longrope` switch all rotary frequencies when the longest position in a *batch* passes the
     original length, so that a long neighbour would change a short request: such models are held to that length.
@@ -75,10 +89,17 @@ def max_positions(config: Any) -> int:
         raise ModelError(f"{text.model_type}: the config has no max_position_embeddings; the length is unknown.")
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     parts: list[dict[str, Any]] = [rope, *(p for p in rope.values() if isinstance(p, dict))]
+    named, note = int(limit), ""
     for part in parts:
-        if (part.get("rope_type") or part.get("type")) in ("dynamic", "longrope"):
-            limit = min(limit, int(part.get("original_max_position_embeddings") or limit))
-    return int(limit)
+        kind = part.get("rope_type") or part.get("type")
+        original = int(part.get("original_max_position_embeddings") or limit)
+        if kind in ("dynamic", "longrope") and original < limit:
+            limit = original
+            note = (
+                f"its {kind} rotary positions change for the whole batch beyond the original length of {original}, so "
+                f"Octavo holds it to that and not to the {named} of its config"
+            )
+    return int(limit), note
 
 
 def _get(holder: Any, key: str) -> Any:

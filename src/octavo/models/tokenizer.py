@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from octavo.models.errors import ModelError
 from octavo.models.gguf_header import GgufHeader
+from octavo.types import RequestError
 
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -34,17 +36,39 @@ class Tokenizer:
         return token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with the beginning-of-sequence token where the model wants one."""
+        """Token ids of `text`; with the beginning-of-sequence token where the model wants one.
+
+        Raises RequestError for text that UTF-8 cannot write (half of a surrogate pair).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt has half of a surrogate pair ({text[error.start]!r} at {error.start}); it must be text that "
+                "UTF-8 can write: remove that character.",
+                field="prompt",
+            ) from error
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template, ready for the assistant's turn.
 
-        Raises ModelError if the model has no chat template.
+        A message's content is a text or a list of {"type": "text", "text": …} parts. Raises RequestError for a
+        conversation that is none or that the template refuses, ModelError if there is no template or it is broken.
         """
+        conversation = check_messages(messages)
         if not self.has_chat_template:
             raise ModelError("the model has no chat template; send a plain text prompt instead of messages.")
-        text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+        try:
+            text = self.hf.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **options)
+        except Exception as error:  # templates are programs: they raise what they like
+            if isinstance(error, ImportError) or type(error).__name__ == "TemplateSyntaxError":
+                raise ModelError(f"the model's chat template cannot be run: {first_line(error)}") from error
+            raise RequestError(
+                f"messages cannot be written with the model's chat template: {first_line(error)}; change the "
+                "conversation or send a plain text prompt.",
+                field="messages",
+            ) from error
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -56,17 +80,55 @@ class Tokenizer:
         return str(text)
 
 
-def tokenizer_from_directory(path: str | Path) -> Tokenizer | None:
-    """The tokenizer saved beside a checkpoint; None if the directory has none."""
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """The conversation with every content as one text. Raises RequestError naming the message and its field."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise _bad("messages", messages, 'a list of at least one {"role": …, "content": …}')
+    checked = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise _bad(f"messages[{i}]", message, 'an object with "role" and "content"')
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise _bad(f"messages[{i}].role", role, "a text such as user, assistant or system")
+        checked.append({**message, "content": _content(message.get("content"), f"messages[{i}].content")})
+    return checked
+
+
+def _content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise _bad(where, content, 'a text or a list of {"type": "text", "text": …} parts')
+    texts = []
+    for j, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise _bad(f"{where}[{j}]", part, '{"type": "text", "text": …}: only text parts are supported')
+        texts.append(text)
+    return "".join(texts)
+
+
+def _bad(where: str, value: object, wanted: str) -> RequestError:
+    return RequestError(f"{where} is {shown(value)}; it must be {wanted}.", field="messages")
+
+
+def tokenizer_from_directory(path: str | Path, config: Any = None) -> Tokenizer | None:
+    """The tokenizer saved beside a checkpoint; None if the directory has none. `config`: the model's, already read."""
     from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((Path(path) / name).is_file() for name in names):
         return None
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(str(path)))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
+        return Tokenizer(AutoTokenizer.from_pretrained(str(path), config=config, trust_remote_code=False))
+    except Exception as error:  # what the files hold reaches transformers and tokenizers unchecked
+        why = first_line(error).rstrip(".")
+        if "trust_remote_code" in str(error):
+            why = "it needs code that it brings along (auto_map), which is not run"
+        raise ModelError(
+            f"the tokenizer in {path} cannot be read: {why}; check its files or download them again."
+        ) from error
 
 
 def tokenizer_from_gguf(file: GgufHeader) -> Tokenizer:
@@ -96,6 +158,13 @@ def tokenizer_from_gguf(file: GgufHeader) -> Tokenizer:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of another library, to be shown inside one of our sentences."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The first line of an error of another library, to be shown inside one of our sentences.
+
+    A line that only announces the next is followed by it; errors that only Python understands get their name.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    unclear = isinstance(error, (LookupError, TypeError, AttributeError, ArithmeticError))
+    return f"{type(error).__name__}: {text}" if unclear else text

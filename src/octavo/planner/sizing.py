@@ -5,9 +5,13 @@ Every figure carries where it came from. A flag beats what files or catalogues s
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 
+from octavo.errors import OctavoError
 from octavo.kv.budget import (
     Amount,
     BudgetError,
@@ -24,6 +28,8 @@ from octavo.kv.spec import ConfigError, KVSpec, spec_from_config
 from octavo.kv.weights import published_format, weight_format
 from octavo.models.config_source import ModelSource, find_source
 from octavo.planner.catalogue import find_device
+
+_MOST = 10**15  # tokens, blocks or sequences: beyond any machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +94,12 @@ class SizeResult:
 
 def size_model(request: SizeRequest) -> SizeResult:
     """Answer `request`. Raises OctavoError: a config that says too little, or memory that is too small."""
+    _check(request)
     source = find_source(request.model)
-    spec = spec_from_config(
-        source.config, kv_dtype=request.kv_dtype, tp=request.tp, mla_form=request.mla, names=source.names
-    )
+    with _reading(source):
+        spec = spec_from_config(
+            source.config, kv_dtype=request.kv_dtype, tp=request.tp, mla_form=request.mla, names=source.names
+        )
     notes = list(spec.notes)
     if source.unverified:
         notes.append(f"Not confirmed by a primary source in the catalogue: {', '.join(source.unverified)}.")
@@ -100,7 +108,8 @@ def size_model(request: SizeRequest) -> SizeResult:
     costs = None
     if wants_plan or request.users is not None:
         try:
-            costs = _costs(request, source, notes)
+            with _reading(source):
+                costs = _costs(request, source, notes)
         except ConfigError as error:
             if wants_plan:
                 raise
@@ -116,12 +125,43 @@ def size_model(request: SizeRequest) -> SizeResult:
     return SizeResult(request, source, spec, max_length, plan, kv, pools, inverse, tuple(notes))
 
 
+def _check(request: SizeRequest) -> None:
+    """Every option, whether or not this request needs it."""
+    _utilization(request.utilization)
+    if request.weight_dtype is not None:
+        weight_format(request.weight_dtype)
+    if (request.users is None) != (request.length is None):
+        given, other = ("users", "length") if request.length is None else ("length", "users")
+        raise BudgetError(
+            f"{given} is {getattr(request, given)} and {other} is not given: --users sequences of --length tokens go "
+            f"together; give --{other} too."
+        )
+    if request.memory is not None and request.gpu is not None:
+        raise BudgetError("--memory and --gpu both name the device's memory: give one of them.")
+    for name in ("block_size", "max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks", "users", "length"):
+        value = getattr(request, name)
+        if value is not None and not 1 <= value <= _MOST:
+            raise BudgetError(f"{name} is {value}; it must be at least 1 and at most {_MOST}.")
+
+
+@contextmanager
+def _reading(source: ModelSource) -> Iterator[None]:
+    """A field of a kind that no rule expects (a text for a list, say) is an error in the config, not in Octavo."""
+    try:
+        yield
+    except OctavoError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{source.where}: a field holds a value of a kind that Octavo does not expect "
+            f"({type(error).__name__}: {error}); compare it with the published config."
+        ) from error
+
+
 def _max_length(request: SizeRequest, spec: KVSpec) -> int | None:
     given = request.max_model_len
     if given is None:
         return spec.max_positions
-    if given < 1:
-        raise BudgetError(f"max_model_len is {given}; it must be at least 1 token.")
     if spec.max_positions is not None and given > spec.max_positions:
         where = spec.sources["max_position_embeddings"]
         raise BudgetError(
@@ -144,8 +184,6 @@ def _require_fit(request: SizeRequest, pool: Pool, max_length: int | None, notes
 
 def _costs(request: SizeRequest, source: ModelSource, notes: list[str]) -> tuple[Amount, Amount, Amount]:
     """(weights, activations, workspace) of one rank."""
-    if request.max_num_seqs < 1 or request.max_batched_tokens < 1:
-        raise BudgetError("max_num_seqs and max_batched_tokens must be at least 1.")
     fields = Fields(source.config, source.names)
     hidden, vocab = fields.count("hidden_size"), fields.count("vocab_size")
     try:
@@ -200,8 +238,6 @@ def _weights(request: SizeRequest, source: ModelSource, notes: list[str]) -> Amo
 
 
 def _plan(request: SizeRequest, costs: tuple[Amount, Amount, Amount]) -> MemoryPlan:
-    if request.memory is not None and request.gpu is not None:
-        raise BudgetError("--memory and --gpu both name the device's memory: give one of them.")
     if request.memory is not None:
         total = Amount.exactly(request.memory, "--memory")
     else:
@@ -222,9 +258,12 @@ def _costs_only(request: SizeRequest, costs: tuple[Amount, Amount, Amount]) -> M
 
 def _utilization(text: str) -> Fraction:
     try:
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise BudgetError(f"utilization is {text!r}; it must be a number in (0, 1], such as 0.9.") from None
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise BudgetError(f"utilization is {text!r}; it must be a number in (0, 1], such as 0.9.")
+    return Fraction(text)  # exactly what was written, where a float is only near it
 
 
 def _kv_amount(request: SizeRequest, spec: KVSpec, plan: MemoryPlan | None, notes: list[str]) -> Amount | None:
@@ -232,10 +271,10 @@ def _kv_amount(request: SizeRequest, spec: KVSpec, plan: MemoryPlan | None, note
     derived = plan.kv() if plan is not None else None
     given: Amount | None = None
     if request.num_blocks is not None:
-        if request.num_blocks < 1 or len(spec.groups) != 1 or spec.fixed_bytes:
+        if len(spec.groups) != 1 or spec.fixed_bytes:
             raise BudgetError(
-                f"num_blocks is {request.num_blocks}; it must be at least 1, and the model must have a single layer "
-                "group (give --kv-memory otherwise)."
+                f"num_blocks is {request.num_blocks}, but the model has blocks of several sizes, which no single "
+                "number counts; give --kv-memory instead."
             )
         page = request.block_size * spec.bytes_per_token
         given = Amount.exactly(request.num_blocks * page, f"--num-blocks {request.num_blocks} x {page} bytes")
@@ -257,12 +296,9 @@ def _kv_amount(request: SizeRequest, spec: KVSpec, plan: MemoryPlan | None, note
 
 
 def _inverse(request: SizeRequest, spec: KVSpec, plan: MemoryPlan | None, max_length: int | None) -> Inverse | None:
-    if request.users is None and request.length is None:
+    users, length = request.users, request.length
+    if users is None or length is None:
         return None
-    users = 1 if request.users is None else request.users
-    length = request.length if request.length is not None else max_length
-    if length is None:
-        raise BudgetError("users is given without a length, and the model's config names none: give --length.")
     if max_length is not None and length > max_length:
         raise BudgetError(f"length is {length}, above the maximum of {max_length} tokens: lower it.")
     kv = kv_bytes_for(spec, users, length, block_size=request.block_size, chunk=request.max_batched_tokens)

@@ -46,7 +46,9 @@ def read_workload(path: str | Path) -> list[WorkItem]:
     except FileNotFoundError:
         raise WorkloadError(f"workload {path} does not exist; give a .jsonl file or an Azure trace .csv.") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise WorkloadError(f"workload {path} cannot be read ({error}); give a .jsonl or .csv file.") from error
+        raise WorkloadError(
+            f"workload {path} cannot be read ({getattr(error, 'strerror', error)}); give a .jsonl or .csv file."
+        ) from error
     if not items:
         raise WorkloadError(f"workload {path} has no requests; give a file with at least one.")
     items.sort(key=lambda item: item.arrival)

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from octavo.errors import OctavoError
 from octavo.kv.groups import Layout
 from octavo.models.errors import ModelError
 from octavo.models.falcon import adapt_falcon
 from octavo.models.loader import LoadedModel
+from octavo.models.tokenizer import first_line
 from octavo.runner.api import SeqWork, StepPlan, StepResult, TokenLogprobs
 from octavo.runner.attention import IMPLEMENTATION, Backend, Batch, Current, LayerCache, Row, register
 from octavo.runner.attention.cuda import CudaAttention, varlen_available
@@ -42,7 +44,8 @@ class TorchRunner:
     ) -> None:
         """Allocate the KV store and hook the model. `seed` makes requests without one reproducible.
 
-        Raises ModelError if the architecture does not use transformers' attention interface.
+        Raises ModelError if the architecture does not use transformers' attention interface for all its attention, or
+        produces other shapes than its config says: one token is run through the model to see.
         """
         register()
         self.loaded, self.layout = loaded, layout
@@ -63,8 +66,8 @@ class TorchRunner:
         self._body = getattr(loaded.module, loaded.module.base_model_prefix)
         self._head = _head_of(loaded.module)
         self._caches = self._layer_caches()
-        self._verified = False
         self._attach()
+        self._verify()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Execute the plan: copies in order, then all work as one batch.
@@ -130,8 +133,10 @@ class TorchRunner:
         """Hidden states [tokens, hidden] after the last norm; KV of all tokens is in the store afterwards."""
         ids = [token for w in work for token in w.seq.tokens[w.start : w.start + w.count]]
         positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
+        return self._decode(ids, positions, self._batch(work, positions))
+
+    def _decode(self, ids: list[int], positions: np.ndarray, batch: Batch) -> torch.Tensor:
         device = self.loaded.device
-        batch = self._batch(work, positions)
         self._current.batch = batch
         try:
             hidden: torch.Tensor = self._body(
@@ -141,8 +146,6 @@ class TorchRunner:
             )[0][0]
         finally:
             self._current.batch = None
-        if not self._verified:
-            self._verify(batch.calls)
         return hidden
 
     def _batch(self, work: tuple[SeqWork, ...], positions: np.ndarray) -> Batch:
@@ -160,15 +163,35 @@ class TorchRunner:
         offsets = torch.from_numpy(positions % block_size).to(device)
         return Batch(rows, blocks, offsets, plans, {})
 
-    def _verify(self, calls: dict[int, int]) -> None:
-        """After the first step: each layer must have attended exactly once."""
-        wrong = sorted(layer for layer in self._caches if calls.get(layer) != 1)
-        if wrong:
+    def _verify(self) -> None:
+        """One token through the model, in block 0 and wiped afterwards: each layer must attend exactly once, with the
+        shapes its cache was laid out for. Done once for a module and layout; several runners may share them."""
+        module, kind = self.loaded.module, (self.loaded.layers, self.loaded.shared, type(self.backend))
+        if getattr(module, "octavo_verified", None) == kind:
+            return
+        device, block_size = self.loaded.device, self.layout.block_size
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        rows, windows = [Row(0, 1, 0)], self.layout.windows
+        plans = [self.backend.plan(rows, [[0]], window, block_size, device) for window in windows]
+        batch = Batch(rows, [zero] * len(windows), zero, plans, {})
+        try:
+            with torch.inference_mode():
+                self._head(self._decode([0], np.zeros(1, dtype=np.int64), batch))
+        except OctavoError:
+            raise
+        except Exception as error:
             raise ModelError(
-                f"{self.loaded.name}: layers {wrong} did not call the attention interface exactly once; "
-                "this architecture is not supported."
+                f"{self.loaded.name}: {type(module).__name__} fails on its first token ({first_line(error)}); it "
+                "cannot be run with a paged cache: choose another model."
+            ) from error
+        finally:
+            self.store.buffer[0] = 0
+        if wrong := sorted(layer for layer in self._caches if batch.calls.get(layer) != 1):
+            raise ModelError(
+                f"{self.loaded.name}: in {type(module).__name__} the layers {wrong} do not call transformers' "
+                "attention interface exactly once, so their attention cannot read a paged cache; choose another model."
             )
-        self._verified = True
+        module.octavo_verified = kind
 
     def _sample(
         self, work: tuple[SeqWork, ...], hidden: torch.Tensor
