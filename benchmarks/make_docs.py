@@ -2,8 +2,8 @@
 
     make run && .venv/bin/python benchmarks/make_docs.py out/compare.json
 
-Everything between the markers `<!-- run:begin -->` and `<!-- run:end -->` is replaced by the table that `make run` printed.
-The plot needs Chromium (see docs/screenshot.py); without it the old one stays.
+Everything between the markers `<!-- run:begin -->` and `<!-- run:end -->` is replaced by the table that `make run`
+printed. The plot needs Chromium (see docs/screenshot.py); without it the old one stays.
 """
 
 from __future__ import annotations
