@@ -88,9 +88,10 @@ def build_engine(
 def _model_length(config: EngineConfig, loaded: LoadedModel) -> int:
     longest = loaded.max_positions
     if config.max_model_len is not None and config.max_model_len > longest:
+        why = f" ({loaded.max_positions_note})" if loaded.max_positions_note else ""
         raise OctavoError(
-            f"max_model_len is {config.max_model_len}; {loaded.name} takes at most {longest} tokens"
-            f"{loaded.max_positions_note}; set max_model_len to {longest} or less."
+            f"max_model_len is {config.max_model_len}; {loaded.name} takes at most {longest} tokens{why}; "
+            f"set max_model_len to {longest} or less."
         )
     return config.max_model_len or longest
 
