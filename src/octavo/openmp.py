@@ -2,8 +2,8 @@
 
 By default GNU OpenMP spins for milliseconds. A decode step has hundreds of short parallel regions, and if another
 process takes one of the cores, every region waits for that process's time slice: measured on two cores with one busy
-neighbour, a step of the demo model took 3,628 ms instead of 48. With a short spin it takes 90 ms beside the neighbour
-and 53 ms alone (benchmarks/NOTES.md).
+neighbour, a step of the demo model took 3,628 ms instead of 48. With a short spin it takes 157 ms beside the neighbour
+and no longer than before alone (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-SPIN_COUNT = "1000"
+SPIN_COUNT = "5000"
 
 
 def spin_shortly() -> None:
