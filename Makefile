@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q install -c constraints.txt
 
 run: $(VENV)/.engine
 	@$(BIN)/octavo compare demo --workload benchmarks/data/azure-conv-2023-first200.csv \
-	    --requests 26 --length-scale 0.4 --time-scale 0.1 --kv-memory 180MiB --report out/compare.html
+	    --requests 32 --length-scale 0.35 --time-scale 0.1 --kv-memory 180MiB --report out/compare.html
 	@echo
 	@echo 'Chat with the model:  $(BIN)/octavo run demo "Why is the sky blue?"'
 
