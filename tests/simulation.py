@@ -52,12 +52,15 @@ class ContentRunner(SimulatedRunner):
     def _history(self, seq: Sequence) -> list[int]:
         """history[p + 1] stands for the KV of position p: equal only for equal tokens under the same identity."""
         history = self._histories.setdefault(seq.id, [crc32(encode_identity(seq.request.identity))])
-        for token in seq.tokens[len(history) - 1 :]:
-            history.append(hash((history[-1], token)))
-        return history
+        return _extend(history, seq.tokens[len(history) - 1 :])
+
+    def _of(self, work: SeqWork) -> list[int]:
+        """The history with the drafted tokens behind it."""
+        history = self._history(work.seq)
+        return _extend(history.copy(), work.draft) if work.draft else history
 
     def _write(self, work: SeqWork) -> None:
-        seq, history = work.seq, self._history(work.seq)
+        seq, history = work.seq, self._of(work)
         assert seq.view is not None
         for group, table in enumerate(seq.view.tables):
             for at in range(work.start, work.start + work.count):
@@ -66,7 +69,7 @@ class ContentRunner(SimulatedRunner):
                 self.memory[page][at % self.block] = (group, history[at + 1])
 
     def _read_back(self, work: SeqWork) -> None:
-        seq, history = work.seq, self._history(work.seq)
+        seq, history = work.seq, self._of(work)
         assert seq.view is not None
         for group, (window, table) in enumerate(zip(self.windows, seq.view.tables, strict=True)):
             first = 0 if window is None else max(0, work.start - window + 1)
@@ -74,6 +77,12 @@ class ContentRunner(SimulatedRunner):
                 found = self.memory[table[at // self.block]][at % self.block]
                 assert table[at // self.block] >= 0, f"sequence {seq.id} lost position {at} of group {group}"
                 assert found == (group, history[at + 1]), f"sequence {seq.id} reads a stranger's KV at {at} of {group}"
+
+
+def _extend(history: list[int], tokens: list[int] | tuple[int, ...]) -> list[int]:
+    for token in tokens:
+        history.append(hash((history[-1], token)))
+    return history
 
 
 @dataclass
@@ -89,6 +98,7 @@ class Bench:
     extra: dict = field(default_factory=dict)
     token: TokenSource = placeholder_token
     watched: bool = True  # check() and ledger() before and after each step
+    budget: int | None = None  # most prompt tokens of a step with decodes
 
     def __post_init__(self) -> None:
         settings = SchedulerConfig(**{**CONFIG, **self.config})
@@ -124,7 +134,7 @@ class Bench:
         return request.id
 
     def step(self) -> tuple[StepPlan, list[Progress]]:
-        plan = self.scheduler.plan(self.clock.now())
+        plan = self.scheduler.plan(self.clock.now(), self.budget)
         if self.watched:
             self.look()
         result = self.runner.run(plan)

@@ -16,8 +16,9 @@ from octavo.kv.groups import Layout, page_layout
 from octavo.kv.strategies import make_manager
 from octavo.log import LogHeader, LogWriter
 from octavo.models.loader import LoadedModel, load_model
+from octavo.models.shapes import cache_dtype, cache_layers
 from octavo.runner.memory import DeviceBudget, measure
-from octavo.runner.torch_runner import TorchRunner
+from octavo.runner.choice import make_runner
 from octavo.scheduler.config import SchedulerConfig
 
 
@@ -33,6 +34,7 @@ class BuiltEngine:
     max_model_len: int
     budget: DeviceBudget | None  # None: `kv_memory` was given, nothing had to be measured
     log: LogWriter | None  # the decision log that is being written; close it at the end
+    kv_dtype: str  # what K and V are stored in; never "auto"
 
     @property
     def kv_bytes(self) -> int:
@@ -58,18 +60,24 @@ def build_engine(
 
     Raises OctavoError with the numbers if the model, the budget and the lengths do not fit together.
     """
-    loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device)
-    layout = page_layout(loaded.layers, config.block_size)
+    loaded = loaded or load_configured(config)
+    kv_dtype = cache_dtype(config.kv_dtype, loaded.dtype)
+    layout = page_layout(cache_layers(loaded.layers, kv_dtype), config.block_size)
     longest_model = _model_length(config, loaded)
     budget = None
     if config.kv_memory is None:
-        budget = measure(loaded, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+        budget = measure(
+            loaded,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            kv_dtype=config.kv_dtype,
+        )
     kv_bytes = config.kv_memory if budget is None else _kv_share(config, budget, layout, longest_model)
     assert kv_bytes is not None
     max_model_len = _fit_length(config, layout, kv_bytes, longest_model)
     pages = kv_bytes // layout.page_bytes
     header = log_header(config, loaded, layout, pages, _scheduler_config(config, max_model_len))
-    runner = TorchRunner(loaded, layout, pages, seed=config.seed)
+    runner = make_runner(loaded, layout, pages, seed=config.seed, kv_dtype=config.kv_dtype)
     writer = None if log is None else LogWriter(log, header)
     scheduler = header.build(sink if writer is None else ev.fan_out(sink, writer))
     engine = Engine(
@@ -81,8 +89,20 @@ def build_engine(
         vocab_size=loaded.vocab_size,
         watchers=watchers,
         check=config.check,
+        itl_target=config.itl_target,
     )
-    return BuiltEngine(engine, config, loaded, layout, pages, max_model_len, budget, writer)
+    return BuiltEngine(engine, config, loaded, layout, pages, max_model_len, budget, writer, kv_dtype.name)
+
+
+def load_configured(config: EngineConfig) -> LoadedModel:
+    """The model that the settings name. Raises ModelError."""
+    return load_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        weights=config.weights,
+        implementation=config.implementation,
+    )
 
 
 def _model_length(config: EngineConfig, loaded: LoadedModel) -> int:
@@ -123,6 +143,8 @@ def _scheduler_config(config: EngineConfig, max_model_len: int) -> SchedulerConf
         order=config.order,
         max_queue=config.max_queue,
         quotas=config.quotas,
+        speculative_tokens=config.speculative_tokens,
+        speculative_limit=config.speculative_limit,
     )
 
 
@@ -137,7 +159,7 @@ def log_header(
         windows=layout.windows,
         sharing=config.enable_prefix_caching,
         scheduler=settings,
-        engine_identity=(loaded.name, str(loaded.dtype)),
+        engine_identity=(loaded.name, str(loaded.dtype), config.weights, cache_dtype(config.kv_dtype, loaded.dtype).name),
     )
 
 

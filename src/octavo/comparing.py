@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from octavo.build import build_engine
+from octavo.build import build_engine, load_configured
 from octavo.config import EngineConfig
 from octavo.engine import Engine
 from octavo.errors import OctavoError
-from octavo.models.loader import LoadedModel, load_model
+from octavo.models.loader import LoadedModel
 from octavo.planner.workload import WorkItem
 from octavo.report.comparison import Comparison, StrategyRun, compare
 from octavo.report.recorder import Recorder
@@ -39,7 +39,7 @@ def run_comparison(
 ) -> Comparison:
     """Load the model once and run `items` under each strategy, on a progress bar. `source` says where the items come
     from; `log` is a folder for one decision log per strategy."""
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    loaded = load_configured(config)
     prompts = make_prompts(items, loaded.vocab_size)
     columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     on_terminal = sys.stderr.isatty()
@@ -66,7 +66,7 @@ def run_comparison(
     return compare(
         runs,
         title=f"{loaded.name} under {len(runs)} placement strategies",
-        model=describe(loaded),
+        model=describe(loaded) + ("" if config.kv_dtype == "auto" else f", KV in {config.kv_dtype}"),
         machine=machine_line(),
         command=shlex.join(["octavo", *sys.argv[1:]]),
         workload=source,

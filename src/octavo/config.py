@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 
 from octavo.errors import OctavoError
+from octavo.kv.dtypes import ENGINE_NAMES as KV_DTYPES
 from octavo.kv.strategies import STRATEGIES
+
+WEIGHTS = ("auto", "int8", "int8_group", "int4", "int4_affine")
+IMPLEMENTATIONS = ("auto", "native", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +20,19 @@ class EngineConfig:
     model                   directory, .gguf file, hub id, or `demo`
     kv_strategy             where KV goes: one of `STRATEGIES`
     block_size              tokens in a block
+    kv_dtype                what K and V are stored in: auto (the model's dtype), float32, bfloat16, float16, or, with
+                            one scale per token and head, int8 or fp8 (float8_e4m3fn)
+    weights                 auto (as `dtype` says), or quantised while loading, for the native code only: int8 (one scale
+                            per output), int8_group, int4, int4_affine (one scale per 32 inputs)
+    implementation          native (Octavo's own decoder), transformers, or auto: native where it can run the model
     kv_memory               bytes for KV; None: what is left of the device after weights and activations
     memory_utilization      share of the device's memory the engine may use when `kv_memory` is None
     max_model_len           longest sequence; None: what the model can take, or what the memory can
     enable_prefix_caching   share equal prefixes (paged only)
     seed                    makes requests without a seed of their own repeatable
+    itl_target              seconds that a running stream should wait for its next token at most: prompts of others are
+                            computed in chunks that keep to it, if at all possible; None: max_num_batched_tokens alone
+                            decides
     check                   verify every invariant after each step: slow, for hunting bugs
     The others are the scheduler's: see `SchedulerConfig`.
     """
@@ -30,6 +42,9 @@ class EngineConfig:
     block_size: int = 16
     dtype: str = "auto"
     device: str = "auto"
+    weights: str = "auto"
+    implementation: str = "auto"
+    kv_dtype: str = "auto"
     kv_memory: int | None = None
     memory_utilization: float = 0.9
     max_model_len: int | None = None
@@ -43,17 +58,28 @@ class EngineConfig:
     order: str = "fcfs"
     max_queue: int | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)
+    speculative_tokens: int = 0
+    speculative_limit: int = 16
+    itl_target: float | None = None
     seed: int | None = None
     check: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_strategy not in STRATEGIES:
             raise OctavoError(f"kv_strategy is {self.kv_strategy!r}; it must be one of {', '.join(STRATEGIES)}.")
+        if self.kv_dtype not in KV_DTYPES:
+            raise OctavoError(f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(KV_DTYPES)}.")
         for name in ("block_size", "kv_memory", "max_model_len"):
             value = getattr(self, name)
             optional = name != "block_size" and value is None
             if not optional and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
                 raise OctavoError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        target = self.itl_target
+        if target is not None and (not isinstance(target, Real) or not 0 < target < float("inf")):
+            raise OctavoError(f"itl_target is {target!r}; it must be a number of seconds above 0, or None.")
+        for name, known in (("weights", WEIGHTS), ("implementation", IMPLEMENTATIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise OctavoError(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
         if not 0 < self.memory_utilization <= 1:
             raise OctavoError(f"memory_utilization is {self.memory_utilization}; it must be above 0 and at most 1.")
 

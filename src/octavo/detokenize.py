@@ -7,6 +7,7 @@ a stop string. Nothing is ever sent that would have to be taken back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +63,12 @@ class Detokenizer:
     def flush(self) -> str:
         """The end: whatever is left, an unfinished character as U+FFFD."""
         return self._release(len(self._pending), self._text(self._pending))
+
+    def twin(self) -> Detokenizer:
+        """One that goes on from here on its own."""
+        other = copy(self)
+        other._pending = list(self._pending)
+        return other
 
     def _is_void(self, token: int) -> bool:
         """Whether the decoder passes over the token (a skipped special, an id beyond the vocabulary). A space that only

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from numbers import Integral
 from typing import Protocol
 
 from octavo.clock import Clock
 from octavo.kv.api import Ledger
 from octavo.outputs import RequestOutput
+from octavo.pacing import Pacer
 from octavo.runner.api import Runner, StepPlan, StepResult
 from octavo.scheduler.explain import Wait
 from octavo.scheduler.scheduler import Progress, Scheduler
@@ -42,7 +44,9 @@ class Engine:
         vocab_size: int | None = None,
         watchers: Seq[Watcher] = (),
         check: bool = False,
+        itl_target: float | None = None,
     ) -> None:
+        """`itl_target`: seconds that a running stream should wait for its next token at most; see `pacing`."""
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
@@ -51,6 +55,8 @@ class Engine:
         self._vocab_size = vocab_size
         self._watchers = tuple(watchers)
         self._check = check
+        self._pacer = None if itl_target is None else Pacer(itl_target)
+        self._drafted = 0  # tokens drafted in the step before
         self._live: dict[str, LiveRequest] = {}
         self._count = 0
 
@@ -124,12 +130,16 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One step; returns the requests that moved, with the text that came."""
         start = self.clock.now()
-        plan = self.scheduler.plan(start)
+        plan = self.scheduler.plan(start, self._prompt_budget())
         try:
             result = self.runner.run(plan) if not plan.empty else StepResult(())
         except Exception as error:
             return self._failed(plan, error)
         now = self.clock.now()
+        if self._pacer is not None and plan.work:
+            decode = plan.decode_tokens
+            self._pacer.learn(plan.tokens - decode, decode, now - start)
+        result = self._cut(plan, result)
         progress = self.scheduler.settle(plan, result, now, self._on_written if self._watchers else None)
         outputs = self._collect(plan, progress, result, now)
         for watcher in self._watchers:
@@ -137,6 +147,24 @@ class Engine:
         if self._check:
             self.scheduler.check()
         return outputs
+
+    def _prompt_budget(self) -> int | None:
+        """Most prompt tokens for the next step, if anybody decodes in it."""
+        if self._pacer is None:
+            return None
+        decoding = sum(len(seq.tokens) - seq.computed == 1 for seq in self.scheduler.running)
+        return self._pacer.budget(decoding + self._drafted) if decoding else None
+
+    def _cut(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Drop what was drawn behind a stop string, so that the request ends where it would have without drafts."""
+        drafted = [i for i, work in enumerate(plan.work) if work.draft]
+        self._drafted = sum(len(plan.work[i].draft) for i in drafted)
+        tokens = list(result.tokens)
+        for i in drafted:
+            seq = plan.work[i].seq
+            if len(tokens[i]) > 1 and seq.request.id in self._live:
+                tokens[i] = tokens[i][: self._live[seq.request.id].length_to_stop(seq, tokens[i])]
+        return replace(result, tokens=tuple(tokens)) if drafted else result
 
     def _on_written(self) -> None:
         for watcher in self._watchers:

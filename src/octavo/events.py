@@ -55,9 +55,10 @@ class PreemptAsked(Event):
 
 @dataclass(frozen=True, slots=True)
 class PlanBegan(Event):
-    """A plan was asked for at `now`; what it decided follows."""
+    """A plan was asked for at `now`; what it decided follows. `budget`: most prompt tokens beside running decodes."""
 
     now: float
+    budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class CacheReset(Event):
 
 @dataclass(frozen=True, slots=True)
 class Settled(Event):
-    """The step ended at `now` with these tokens: tokens[i][j] for samples[j] of work[i]."""
+    """The step ended at `now` with these tokens: tokens[i][j] for samples[j] of work[i], or the run that drafted work
+    gained."""
 
     now: float
     tokens: tuple[tuple[int, ...], ...]
@@ -87,11 +89,13 @@ class Settled(Event):
 
 @dataclass(frozen=True, slots=True)
 class Planned(Event):
-    """The step's work as (sequence, start, count, samples), in batch order."""
+    """The step's work as (sequence, start, count, samples), in batch order; the last tokens of a count may be drafts,
+    given as (sequence, tokens)."""
 
     now: float
     work: tuple[tuple[int, int, int, int], ...]
     copies: tuple[Copy, ...]
+    drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
 from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class _Replayer:
             tokens = tuple(tuple(drawn) for drawn in record["tokens"])
             self._scheduler.settle(self._plan, StepResult(tokens), record["now"])
         elif kind == "PlanBegan":
-            self._plan = self._scheduler.plan(record["now"])
+            self._plan = self._scheduler.plan(record["now"], record["budget"])
         elif kind == "Failed" and self._plan is not None:
             self._scheduler.fail(self._plan, record["now"])
         elif kind == "PreemptAsked":

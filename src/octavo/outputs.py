@@ -40,6 +40,8 @@ class RequestMetrics:
     token_times: tuple[float, ...] = ()  # of sample 0
     cached_tokens: int = 0  # prompt tokens served by the prefix cache
     preemptions: int = 0
+    drafted_tokens: int = 0  # guessed ahead by speculation, in all samples
+    accepted_tokens: int = 0  # and how many of the guesses were right
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from copy import copy
 from typing import Protocol
 
 from octavo.detokenize import Detokenizer, StopChecker
@@ -26,6 +27,7 @@ class _Sample:
     def __init__(self, seq: Sequence, codec: TextCodec | None) -> None:
         params = seq.request.params
         self.seq = seq
+        self._tokens = 0  # taken so far: the sequence may already have more of the same step
         self.text = ""
         self.delta = ""
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -36,15 +38,30 @@ class _Sample:
         )
         self._stops = StopChecker(params.stop, include=params.include_stop_str_in_output)
 
-    def add(self, token: int) -> bool:
-        """Take one token; True if a stop string is complete."""
+    def add(self, token: int, *, ends: bool) -> bool:
+        """Take one token; True if a stop string is complete. `ends`: it is the stop token, which shows no text."""
+        self._tokens += 1
         if self._detokenizer is None:
             return False
-        ended_by_it = self.seq.finish_reason is FinishReason.STOP and self.seq.stop_match == token
-        return self._emit("" if ended_by_it else self._detokenizer.feed((token,)))
+        return self._emit("" if ends else self._detokenizer.feed((token,)))
+
+    def length_to_stop(self, tokens: Seq[int]) -> int:
+        """How many of `tokens`, which may come next, come before a stop string is complete, with the one that
+        completes it; changes nothing."""
+        params = self.seq.request.params
+        if self._detokenizer is None or not params.stop:
+            return len(tokens)
+        detokenizer, stops = self._detokenizer.twin(), copy(self._stops)
+        for count, token in enumerate(tokens, 1):
+            piece = detokenizer.feed((token,))
+            if self._tokens + count <= params.min_tokens:
+                continue
+            if token in self.seq.request.stop_token_ids or stops.feed(piece).match is not None:
+                return count
+        return len(tokens)
 
     def _emit(self, piece: str) -> bool:
-        if self.seq.generated <= self.seq.request.params.min_tokens > 0:
+        if self._tokens <= self.seq.request.params.min_tokens > 0:
             self._show(piece)  # before min_tokens a stop string has no effect: its text passes through
             return False
         stopped = self._stops.feed(piece)
@@ -82,6 +99,10 @@ class LiveRequest:
         wants = request.params.prompt_logprobs is not None
         self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] * len(request.prompt) if wants else None
 
+    def length_to_stop(self, seq: Sequence, tokens: Seq[int]) -> int:
+        """How many of the tokens that a sequence is about to gain it may have before a stop string ends it."""
+        return self._samples[seq.id].length_to_stop(tokens)
+
     def advance(self, item: Progress, result: StepResult, now: float) -> bool:
         """Take what a sequence got out of a step; True if one of its stop strings is complete."""
         seq, sample = item.seq, self._samples[item.seq.id]
@@ -90,8 +111,8 @@ class LiveRequest:
             if seq.index == 0:
                 self._token_times.append(now)
             if sample.logprobs is not None and seq.id in result.logprobs:
-                sample.logprobs.append(result.logprobs[seq.id])
-            matched = sample.add(item.token)
+                sample.logprobs.append(result.logprobs[seq.id][item.nth])
+            matched = sample.add(item.token, ends=item.finished is FinishReason.STOP)
         if matched or item.finished is not None:
             sample.end()
         if all(other.reason is not None for other in self._samples.values()):
@@ -133,6 +154,8 @@ class LiveRequest:
                 token_times=tuple(self._token_times),
                 cached_tokens=first.reused,
                 preemptions=sum(seq.preemptions for seq in self.seqs),
+                drafted_tokens=sum(seq.drafted for seq in self.seqs),
+                accepted_tokens=sum(seq.drafts_accepted for seq in self.seqs),
             ),
             prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             error=error,

@@ -232,6 +232,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     admitted_at: float | None = None
+    drafted: int = 0  # tokens drafted for it
+    drafts_accepted: int = 0  # and how many of them it would have drawn anyway
     high_water: int = 0  # most tokens ever computed: what a preemption throws away is measured against it
 
     @property

@@ -16,8 +16,10 @@ from tests.simulation import Bench
 
 
 def record(path: Path, strategy: str) -> Bench:
-    """A busy little life: preemptions, forks, aborts, refusals, deadlines, cache resets, stops from outside."""
-    bench = Bench(strategy, pages=30, config={"admission": "prompt", "max_num_batched_tokens": 16, "max_model_len": 96})
+    """A busy little life: preemptions, forks, aborts, refusals, deadlines, cache resets, stops from outside, drafts,
+    steps with a budget."""
+    config = {"admission": "prompt", "max_num_batched_tokens": 16, "max_model_len": 96, "speculative_tokens": 4}
+    bench = Bench(strategy, pages=30, config=config, token=lambda seq: len(seq.tokens) % (3 + len(seq.tokens) // 20))
     header = LogHeader(strategy, 30, 4, (None,), True, bench.scheduler.config)
     writer = LogWriter(path, header)
     bench.scheduler = header.build(lambda event: (writer(event), bench.events.append(event)))
@@ -36,8 +38,10 @@ def record(path: Path, strategy: str) -> Bench:
             bench.scheduler.preempt(rng.choice(live), bench.clock.now())
         elif rng.random() < 0.02:
             bench.scheduler.reset_cache()
+        bench.budget = rng.choice((None, 0, 7, 100))
         bench.step()
     bench.run()
+    assert bench.scheduler.totals.drafts_accepted > 100
     writer.close()
     return bench
 
@@ -72,7 +76,7 @@ def test_unreadable_logs_say_what_is_wrong(tmp_path: Path) -> None:
         read_log(tmp_path / "no.jsonl")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"event": "Planned"}\n')
-    with pytest.raises(LogError, match="is no Octavo log of version 1"):
+    with pytest.raises(LogError, match="is no Octavo log of version 2"):
         read_log(bad)
     bad.write_text("nonsense\n")
     with pytest.raises(LogError, match="line 1: not JSON"):

@@ -142,11 +142,12 @@ class TestK7Configs:
 class TestK9Precision:
     def test_qwen_2_5_7b_at_262144(self) -> None:
         config = shape(28, 3584, 28, 4, 128)
-        specs = {name: spec_from_config(config, kv_dtype=name) for name in ("fp16", "q8_0", "fp8")}
+        specs = {name: spec_from_config(config, kv_dtype=name) for name in ("fp16", "q8_0", "fp8", "fp8_per_tensor")}
         sizes = {name: spec.bytes_at(262_144) / GIB for name, spec in specs.items()}
         assert sizes["fp16"] == 14.0
         assert round(sizes["q8_0"], 2) == 7.44
-        assert sizes["fp8"] == 7.0
+        assert sizes["fp8_per_tensor"] == 7.0
+        assert sizes["fp8"] == 7.0 * 130 / 128  # a row of 128 elements has its scale of 2 bytes
 
     def test_a_head_that_holds_no_whole_group_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="int4 stores one scale per 32 values; a row has 80"):

@@ -16,11 +16,14 @@ from octavo.types import SamplingParams
 from tests.equivalence.harness import engine_for, tiny_subject
 
 
+@pytest.mark.parametrize("drafts", [0, 4], ids=["plain", "drafts"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_same_durations_same_decisions(strategy: str) -> None:
+def test_same_durations_same_decisions(strategy: str, drafts: int) -> None:
     subject = tiny_subject("llama")
-    template = engine_for(subject, strategy=strategy, block=4, chunk=16, pool_tokens=160, max_model_len=96)
-    params = [SamplingParams(temperature=0.0, max_tokens=10 + i, ignore_eos=True) for i in range(8)]
+    settings = dict(block=4, chunk=16, pool_tokens=160, max_model_len=96, speculative_tokens=drafts)
+    template = engine_for(subject, strategy=strategy, **settings)
+    few = {5: 100.0, 6: 100.0, 7: 100.0}  # answers of few words, so that drafts come true
+    params = [SamplingParams(temperature=0.0, max_tokens=10 + i, ignore_eos=True, logit_bias=few) for i in range(8)]
 
     real: list[ev.Event] = []
     clock = VirtualClock()
@@ -43,6 +46,7 @@ def test_same_durations_same_decisions(strategy: str) -> None:
     drive(engine, subject.prompts, params, clock, lambda step: 0.001 * (1 + step % 7))
     assert [type(event) for event in simulated] == [type(event) for event in real]
     assert simulated == real
+    assert (built.engine.scheduler.totals.drafts_accepted > 0) == bool(drafts)
     kinds = {type(event) for event in real}
     assert {ev.Planned, ev.Admitted, ev.Blocked, ev.Finished} <= kinds
 

@@ -163,7 +163,17 @@ def test_a_sliding_family_without_its_window() -> None:
 
 @pytest.mark.parametrize(
     ("name", "bytes_per_token"),
-    [("float32", 2048), ("bf16", 1024), ("fp16", 1024), ("fp8", 512), ("int8", 544), ("int4", 288), ("q8_0", 544)],
+    [
+        ("float32", 2048),
+        ("bf16", 1024),
+        ("fp16", 1024),
+        ("int8", 544),  # 16 rows of 32 elements and a bfloat16 scale
+        ("fp8", 544),
+        ("fp8_per_tensor", 512),
+        ("fp8_e4m3", 512),
+        ("int4", 288),
+        ("q8_0", 544),
+    ],
 )
 def test_kv_dtypes_count_their_scales(name: str, bytes_per_token: int) -> None:
     assert spec_from_config(PLAIN, kv_dtype=name).bytes_per_token == bytes_per_token

@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def spec_of(line: Mapping[str, Any]) -> KVSpec:
-    dtype = "fp8" if line["kv_dtype"] == "fp8" else "bf16"
+    dtype = "fp8_per_tensor" if line["kv_dtype"] == "fp8" else "bf16"
     if line["model_id"] is not None:
         entry = find_model(line["model_id"])
         assert entry is not None

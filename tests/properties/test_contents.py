@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from octavo.kv.strategies import STRATEGIES
-from octavo.types import FinishReason, RequestError, Status
+from octavo.runner.simulated import placeholder_token
+from octavo.types import FinishReason, RequestError, Sequence, Status
 from tests.simulation import Bench
 
 SETTINGS: list[dict[str, Any]] = [
@@ -32,6 +33,12 @@ KINDS = {
 }
 
 
+def habitual(seq: Sequence) -> int:
+    """Mostly what it said four tokens ago, so that drafts are right and wrong in turns: a function of its history."""
+    mixed = hash((*seq.tokens[-3:], len(seq.tokens)))
+    return seq.tokens[-4] if len(seq.tokens) > 4 and mixed % 4 else mixed % 5
+
+
 def paged_pages(windows: tuple[int | None, ...]) -> int:
     """Few enough that a full house does not fit."""
     return 30 + 15 * (len(windows) - 1) if None in windows else 22
@@ -40,11 +47,15 @@ def paged_pages(windows: tuple[int | None, ...]) -> int:
 class Life:
     """One engine's life, driven by one seed."""
 
-    def __init__(self, strategy: str, windows: tuple[int | None, ...], sharing: bool, seed: int) -> None:
+    def __init__(
+        self, strategy: str, windows: tuple[int | None, ...], sharing: bool, seed: int, drafts: int = 0
+    ) -> None:
         self.rng = random.Random(seed)
         config = dict(max_model_len=64, max_num_seqs=5, max_num_batched_tokens=12) | SETTINGS[seed % len(SETTINGS)]
+        config |= dict(speculative_tokens=drafts, speculative_limit=9)
         pages = paged_pages(windows) if strategy == "paged" else 30 * len(windows)
-        self.bench = Bench(strategy, pages=pages, windows=windows, sharing=sharing, config=config)
+        token = habitual if drafts else placeholder_token
+        self.bench = Bench(strategy, pages=pages, windows=windows, sharing=sharing, config=config, token=token)
         self.seen: Counter[str] = Counter()
         self.prompts: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7, 8]]
         self.alive: dict[str, int] = {}  # max_tokens of those that nobody ended early
@@ -161,12 +172,24 @@ def test_everyone_reads_its_own_tokens_through_a_random_life(strategy: str, kind
     check_seen(life, strategy, sharing, seed)
 
 
+@pytest.mark.parametrize("seed", range(len(SETTINGS)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "paged without cache"])
+def test_everyone_reads_its_own_tokens_with_drafts(strategy: str, kind: str, seed: int) -> None:
+    life = Life(strategy.split()[0], KINDS[kind], strategy != "paged without cache", seed, drafts=(4, 7)[seed % 2])
+    life.live(500)
+    totals = life.bench.scheduler.totals
+    assert 30 < totals.drafts_accepted < totals.drafted - 30
+    assert life.seen["add"] > 50
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 104))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "paged without cache"])
 def test_everyone_reads_its_own_tokens_through_a_long_random_life(strategy: str, kind: str, seed: int) -> None:
-    life = Life(strategy.split()[0], KINDS[kind], strategy != "paged without cache", seed)
+    drafts = (0, 5)[seed % 2]
+    life = Life(strategy.split()[0], KINDS[kind], strategy != "paged without cache", seed, drafts)
     life.live(3000)
 
 

@@ -135,6 +135,43 @@ class ManagerMachine(RuleBasedStateMachine):
         self.write(seq, upto)
 
     @precondition(lambda self: self.seqs)
+    @rule(n=KEPT, drafts=st.integers(1, CHUNK - 1), accepted=st.integers(0, CHUNK), token=st.integers(0, 2))
+    def look_ahead(self, n: int, drafts: int, accepted: int, token: int) -> None:
+        """One certain token and drafts, of which some turn out right: the others leave nothing behind."""
+        seq = self.pick(n)
+        owned = self.seqs[seq]
+        certain = owned.computed + 1
+        upto = min(owned.ceiling, certain + drafts)
+        if upto <= certain or (len(owned.tokens) > certain):
+            return
+        before = [list(table) for table in self.kv.view(seq).tables]
+        if self.take(Ask(seq, certain, certain, owned.ceiling, owned.ceiling)) is None:
+            return
+        firm = len(self.kv.view(seq).tables[0])
+        evictable, ledger = self.kv.evictable, self.kv.ledger()
+        grant = self.take(Ask(seq, upto, certain, owned.ceiling, owned.ceiling, lookahead=upto - certain))
+        assert self.kv.evictable == evictable, "drafts evict nobody"
+        per_slot = len(self.windows) if self.strategy == "paged" else 1
+        if grant is None:
+            assert self.kv.ledger() == ledger
+            upto = certain
+        else:
+            assert not grant.copies
+            assert self.kv.ledger().lookahead == (upto - certain) * per_slot
+            self.kv.check()
+        right = min(certain + accepted, upto)
+        owned.tokens.extend([token] * (right - len(owned.tokens)))
+        self.flush()
+        for group, table in enumerate(self.kv.view(seq).tables):
+            for at in range(right, upto):
+                self.memory[table[at // BLOCK]][at % BLOCK] = (group, "rejected")
+        self.write(seq, right)
+        assert self.kv.ledger().lookahead == 0
+        if self.strategy == "paged":
+            assert len(self.kv.view(seq).tables[0]) == max(firm, -(-right // BLOCK))
+        assert all(len(now) >= len(then) for now, then in zip(self.kv.view(seq).tables, before, strict=True))
+
+    @precondition(lambda self: self.seqs)
     @rule(n=KEPT)
     def fork(self, n: int) -> None:
         parent = self.pick(n)

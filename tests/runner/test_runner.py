@@ -15,7 +15,7 @@ from octavo.models.errors import ModelError
 from octavo.models.loader import LoadedModel, loaded
 from octavo.runner.api import SeqWork, StepPlan, StepResult
 from octavo.runner.memory import measure
-from octavo.runner.sampler import Sampler
+from octavo.runner.sampler import Draw, Sampler
 from octavo.runner.torch_runner import TorchRunner
 from octavo.types import SamplingParams
 
@@ -42,7 +42,7 @@ def test_prompt_logprobs_across_chunks(llama: LoadedModel, chunk: int) -> None:
     while seq.generated < 3:
         result = driver.step([other, seq], chunk)
         entries += result.prompt_logprobs.get(seq.id, ())
-        drawn += [result.logprobs[seq.id]] if seq.id in result.logprobs else []
+        drawn += result.logprobs.get(seq.id, ())
         assert other.id not in result.prompt_logprobs
         assert other.id not in result.logprobs
     wanted = raw_logprobs(llama, seq.tokens)
@@ -136,7 +136,7 @@ def test_overflow_of_one_sequence_stays_its_own(llama: LoadedModel) -> None:
     assert torch.isfinite(store.v[0]).all()
     rows = torch.full((1, 300), float("nan"))
     seq = make_sequence(0, PROMPT, SamplingParams(temperature=1.0, top_p=0.5, seed=1))
-    assert 0 <= Sampler().sample(rows, [0], [seq])[0][0] < 300
+    assert 0 <= Sampler().sample(rows, [0], [Draw(seq)])[0][0] < 300
 
 
 def test_a_wrong_shape_is_an_error_and_not_a_corruption(llama: LoadedModel) -> None:
@@ -183,7 +183,7 @@ def test_half_precision_stays_near_float32(llama: LoadedModel, dtype: torch.dtyp
     model = loaded("half", tiny_module("llama").to(dtype), None, torch.device("cpu"))
     driver = Driver(model, 4, 64)
     seq = driver.new(1, PROMPT, SamplingParams(temperature=0.0, logprobs=0, max_tokens=None))
-    got = [driver.step([seq], 64).logprobs[1] for _ in range(4)]
+    got = [entry for _ in range(4) for entry in driver.step([seq], 64).logprobs[1]]
     wanted = raw_logprobs(llama, seq.tokens)
     for i, entry in enumerate(got):
         assert abs(entry.logprob - float(wanted[len(PROMPT) - 1 + i, entry.token])) < 0.25

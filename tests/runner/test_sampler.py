@@ -8,7 +8,7 @@ import pytest
 import torch
 from driver import make_sequence
 
-from octavo.runner.sampler import Sampler, describe, uniform
+from octavo.runner.sampler import Draw, Sampler, describe, uniform
 from octavo.types import RequestError, SamplingParams, Sequence, check_ids, derive_seed
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -1.5])
@@ -21,11 +21,11 @@ def seq(prompt: list[int] | None = None, output: list[int] | None = None, number
 
 
 def one(logits: torch.Tensor, s: Sequence) -> int:
-    return Sampler().sample(logits[None], [0], [s])[0][0]
+    return Sampler().sample(logits[None], [0], [Draw(s)])[0][0]
 
 
 def frequencies(n: int = 3000, **params) -> dict[int, float]:
-    seqs = [seq(number=i, seed=i, **params) for i in range(n)]
+    seqs = [Draw(seq(number=i, seed=i, **params)) for i in range(n)]
     tokens, _ = Sampler().sample(LOGITS.expand(n, -1).contiguous(), list(range(n)), seqs)
     return {token: count / n for token, count in Counter(tokens).items()}
 
@@ -75,7 +75,7 @@ def test_filters_keep_the_right_tokens(params: dict, kept: set[int]) -> None:
 def test_top_p_on_a_flat_large_vocabulary_sorts_far_enough() -> None:
     logits = torch.zeros(1, 5000)
     logits[0, 100] = 0.1
-    tokens = {Sampler().sample(logits, [0], [seq(temperature=1.0, top_p=0.9, seed=i)])[0][0] for i in range(200)}
+    tokens = {Sampler().sample(logits, [0], [Draw(seq(temperature=1.0, top_p=0.9, seed=i))])[0][0] for i in range(200)}
     assert len(tokens) > 150  # ties with the last kept token stay
 
 
@@ -102,10 +102,10 @@ def test_draw_depends_on_seed_and_index_only() -> None:
     torch.manual_seed(0)
     rows = torch.randn(8, 500)
     seqs = [seq(number=i, output=[3] * i, temperature=0.9, seed=i, top_p=0.95) for i in range(8)]
-    alone = [Sampler().sample(rows[i : i + 1], [0], [s])[0][0] for i, s in enumerate(seqs)]
+    alone = [Sampler().sample(rows[i : i + 1], [0], [Draw(s)])[0][0] for i, s in enumerate(seqs)]
     for order in ([0, 1, 2, 3, 4, 5, 6, 7], [5, 2, 7, 0, 1, 6, 4, 3], [3, 1]):
         extra = seq(number=99, temperature=0.0)
-        got, _ = Sampler().sample(rows, [*order, 0], [*(seqs[i] for i in order), extra])
+        got, _ = Sampler().sample(rows, [*order, 0], [*(Draw(seqs[i]) for i in order), Draw(extra)])
         assert got[:-1] == [alone[i] for i in order]
 
 
@@ -113,7 +113,7 @@ def test_samples_of_one_request_equal_requests_with_derived_seeds() -> None:
     params = SamplingParams(n=4, temperature=1.0, seed=11)
     rows = torch.zeros(1, 1000)
     samples = [make_sequence(i, [0], params, index=i) for i in range(4)]
-    together, _ = Sampler().sample(rows, [0, 0, 0, 0], samples)
+    together, _ = Sampler().sample(rows, [0, 0, 0, 0], list(map(Draw, samples)))
     single = [make_sequence(9, [0], params.for_sample(i)) for i in range(4)]
     assert together == [one(rows[0], s) for s in single]
     assert len(set(together)) == 4
@@ -124,19 +124,19 @@ def test_without_a_seed_results_differ_and_the_seed_is_kept_until_forgotten() ->
     rows = torch.zeros(1, 100_000)
     sampler = Sampler()
     a, b = seq(number=1, temperature=1.0), seq(number=2, temperature=1.0)
-    first = sampler.sample(rows, [0], [a])[0]
-    assert sampler.sample(rows, [0], [a])[0] == first  # a recomputed step repeats its draw
-    assert sampler.sample(rows, [0], [b])[0] != first
+    first = sampler.sample(rows, [0], [Draw(a)])[0]
+    assert sampler.sample(rows, [0], [Draw(a)])[0] == first  # a recomputed step repeats its draw
+    assert sampler.sample(rows, [0], [Draw(b)])[0] != first
     sampler.forget(a)
-    assert sampler.sample(rows, [0], [a])[0] != first
-    assert Sampler(5).sample(rows, [0], [a])[0] == Sampler(5).sample(rows, [0], [a])[0]
+    assert sampler.sample(rows, [0], [Draw(a)])[0] != first
+    assert Sampler(5).sample(rows, [0], [Draw(a)])[0] == Sampler(5).sample(rows, [0], [Draw(a)])[0]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     s = seq(temperature=0.0, logit_bias={4: 10.0}, logprobs=2)
-    tokens, logprobs = Sampler().sample(LOGITS[None], [0], [s])
+    tokens, (entry,) = Sampler().sample(LOGITS[None], [0], [Draw(s)])
     raw = LOGITS.log_softmax(-1)
-    entry = logprobs[s.id]
+    assert entry is not None
     assert (tokens, entry.token, entry.rank) == ([4], 4, 5)
     assert entry.logprob == pytest.approx(float(raw[4]))
     assert entry.top == ((0, pytest.approx(float(raw[0]))), (1, pytest.approx(float(raw[1]))))

@@ -26,6 +26,9 @@ def compare(
     time_scale: Annotated[float, typer.Option(help="Multiply arrival times; 0: all at once.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="auto (the model's), float32, bfloat16, float16, int8 or fp8: how KV is stored.")
+    ] = "auto",
     report: Annotated[Path, typer.Option(help="Where the HTML report goes; the JSON lies beside it.")] = Path(
         "octavo-compare.html"
     ),
@@ -49,6 +52,7 @@ def compare(
         enable_prefix_caching=True,
         dtype=dtype,
         device=device,
+        kv_dtype=kv_dtype,
     )
     scaled = f", lengths times {length_scale:g}" if length_scale != 1 else ""
     scaled += f", arrival times times {time_scale:g}" if time_scale != 1 else ""

@@ -19,10 +19,14 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="auto (the model's), float32, bfloat16, float16, int8 or fp8: how KV is stored.")
+    ] = "auto",
     kv_strategy: Annotated[str, typer.Option(help="Where KV goes.")] = "paged",
     kv_memory: Annotated[str | None, typer.Option(help="KV bytes, e.g. 256MiB; default: what is left.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    speculative_tokens: Annotated[int, typer.Option(help="Most tokens drafted by prompt lookup; 0: none.")] = 0,
 ) -> None:
     """Answer PROMPT, streaming the text; then print TTFT, ITL and the KV memory used."""
     from octavo.llm import LLM
@@ -33,11 +37,13 @@ def run(
         model,
         dtype=dtype,
         device=device,
+        kv_dtype=kv_dtype,
         kv_strategy=kv_strategy,
         kv_memory=kv_memory,
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=8,
+        speculative_tokens=speculative_tokens,
     )
     chat = llm.built.loaded.has_chat_template and not raw
     if prompt is not None:
@@ -97,9 +103,10 @@ def _report(llm, output, peak_slots: int) -> None:  # type: ignore[no-untyped-de
     slot_bytes = built.layout.page_bytes / built.config.block_size
     kv = llm.engine.scheduler.kv
     used = peak_slots * slot_bytes * kv.pages_per_block
+    drafts = f", {metrics.accepted_tokens} of {metrics.drafted_tokens} drafts right" if metrics.drafted_tokens else ""
     print(
         f"\n{len(output.prompt_token_ids)} prompt tokens ({metrics.cached_tokens} from the prefix cache), "
-        f"{len(times)} generated, finish: {output.outputs[0].finish_reason.value} | "
+        f"{len(times)} generated{drafts}, finish: {output.outputs[0].finish_reason.value} | "
         f"TTFT {1000 * ttft:.0f} ms, ITL {itl} | KV {used / 2**20:.1f} of {built.kv_bytes / 2**20:.0f} MiB "
         f"({built.config.kv_strategy})",
         file=sys.stderr,

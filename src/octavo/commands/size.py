@@ -17,7 +17,13 @@ def size(
     kv_memory: Annotated[str | None, typer.Option(help="KV bytes of one device; wins over the plan.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Measured number of blocks; wins over the plan.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; must fit.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="float32, bf16, fp16, fp8, int8, int4 or q8_0.")] = "bf16",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bf16, fp16, int8, fp8 (a scale per token and head, as the engine stores them), "
+            "fp8_per_tensor (vLLM's fp8), int4 or q8_0 (llama.cpp's)."
+        ),
+    ] = "bf16",
     weight_dtype: Annotated[str | None, typer.Option(help="Weights stored as; default: as published.")] = None,
     weight_memory: Annotated[str | None, typer.Option(help="Measured weights of one device.")] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel degree.")] = 1,

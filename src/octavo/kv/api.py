@@ -38,6 +38,8 @@ class Ask:
     keys       hash chain of its full blocks that may be served from the cache; () means: do not share
     hold_back  blocks that must stay available after this ask, set by admission (never by the manager)
     quota      blocks that the tenant may still take; None: no limit
+    lookahead  how many of `upto` are drafts that may be rejected: they get what is free anyway, evict nothing and
+               move nothing; what they took and did not need is given back by `seal`
     """
 
     seq: int
@@ -48,6 +50,7 @@ class Ask:
     keys: Seq[BlockKey] = ()
     hold_back: int = 0
     quota: int | None = None
+    lookahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +128,10 @@ class Ledger:
     """Where every slot of the pool is: exclusive lines in token slots; they sum to the capacity, always.
 
     A slot is one token in one layer group. live: written tokens, shared blocks once. reserved: whole blocks
-    allocated and not yet written. slack: unwritten slots of blocks that hold at least one token. quarantined:
-    source blocks of copies that have not run. cached: evictable prefixes. fragmented: free, but in no run long
-    enough for the head of the queue. held: kept free by admission. free: the rest.
+    allocated and not yet written. slack: unwritten slots of blocks that hold at least one token. lookahead: slots
+    of drafted tokens that nobody has verified yet. quarantined: source blocks of copies that have not run. cached:
+    evictable prefixes. fragmented: free, but in no run long enough for the head of the queue. held: kept free by
+    admission. free: the rest.
     """
 
     live: int
@@ -138,6 +142,7 @@ class Ledger:
     free: int
     fragmented: int
     held: int
+    lookahead: int = 0
 
     @property
     def capacity(self) -> int:
@@ -145,6 +150,7 @@ class Ledger:
             self.live
             + self.reserved
             + self.slack
+            + self.lookahead
             + self.quarantined
             + self.cached
             + self.free
@@ -212,7 +218,7 @@ class KVManager(Protocol):
 
     def seal(self, seq: int, computed: int, keys: Seq[BlockKey]) -> None:
         """KV of the first `computed` tokens is real: publish full blocks under `keys`, give back blocks that
-        left their window."""
+        left their window, and those of rejected lookahead."""
 
     def fork(self, parent: int, child: int) -> Grant | Quote:
         """Give `child` the computed tokens of `parent`, shared or copied; a Quote says why it cannot."""

@@ -46,6 +46,7 @@ class _Region:
     size: int
     view: View
     computed: int = 0
+    lookahead: int = 0  # slots granted to drafts, behind that of the next token
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class Contiguous:
             return _Place(Why.NEVER, add=need, short=most - self.capacity)
         if region is not None and need <= region.size:
             return _Place(Why.OK)
+        if ask.lookahead:  # drafts use the room a region has; it grows when a token is certain
+            return _Place(Why.FULL, add=need, short=need - (region.size if region else 0))
         if region is not None and not self._grow:  # its region is final, and was too small
             return _Place(Why.NEVER, add=need - region.size, short=need - region.size)
         have = 0 if region is None else region.size
@@ -172,6 +175,7 @@ class Contiguous:
             region.size += place.add
             self._fill(region)
         assert region is not None
+        region.lookahead = ask.lookahead
         return Grant(ask.seq, region.size * self.block_size, taken=quote.take, copies=copies)
 
     def _enter(self, seq: int, start: int, size: int) -> _Region:
@@ -298,7 +302,8 @@ class Contiguous:
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def seal(self, seq: int, computed: int, keys: Seq[BlockKey]) -> None:
-        self._regions[seq].computed = computed
+        region = self._regions[seq]
+        region.computed, region.lookahead = computed, 0
         self._version += 1
 
     def fork(self, parent: int, child: int) -> Grant | Quote:
@@ -338,6 +343,7 @@ class Contiguous:
             start, size = region.start + keep, region.size - keep
             region.size = keep
             region.computed = min(region.computed, keep * self.block_size)
+            region.lookahead = 0
             self._fill(region)
             if size:
                 self._give(start, size, set())
@@ -382,13 +388,16 @@ class Contiguous:
         live = sum(region.computed for region in self._regions.values())
         slack = sum(-region.computed % size for region in self._regions.values())
         owned = sum(region.size for region in self._regions.values()) * size
+        ahead = sum(region.lookahead for region in self._regions.values())
+        in_tails = sum(min(r.lookahead, max(0, -r.computed % size - 1)) for r in self._regions.values())
         fragmented = self._holes.shorter_than(head_need) * size
         free = self.free * size - fragmented
         held = min(free, hold_back * size)
         return Ledger(
             live=live,
-            reserved=owned - live - slack,
-            slack=slack,
+            reserved=owned - live - slack - (ahead - in_tails),
+            slack=slack - in_tails,
+            lookahead=ahead,
             quarantined=sum(waiting.size for waiting in self._quarantine) * size,
             cached=0,
             free=free - held,
@@ -404,7 +413,8 @@ class Contiguous:
         check_disjoint_runs(self.capacity, runs)
         require(self._holes.total == sum(size for _, size in self._holes), "the free total is the sum of holes")
         for seq, region in self._regions.items():
-            require(region.computed <= region.size * self.block_size, "computed tokens have slots", seq=seq)
+            ahead = region.computed + region.lookahead + bool(region.lookahead)
+            require(ahead <= region.size * self.block_size, "computed and drafted tokens have slots", seq=seq)
             for table in region.view.tables:
                 require(len(table) == region.size, "the table covers the region", seq=seq)
         for waiting in self._quarantine:

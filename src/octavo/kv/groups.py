@@ -13,10 +13,20 @@ from dataclasses import dataclass
 from functools import reduce
 from math import gcd
 
+from octavo.kv.dtypes import row_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """KV of one layer that owns a cache. `window`: tokens a query sees, itself included; None: all."""
+    """KV of one layer that owns a cache.
+
+    element_bytes  of one value of K or V as it is stored
+    window         tokens a query sees, itself included; None: all
+    scale_bytes    of the scale that each row (one token and head, K and V apart) has; 0: the elements are the values
+
+    Within a page a layer's part is [K | V | K scales | V scales]: K [kv_heads, block, k_dim], V [kv_heads, block,
+    v_dim], each of the scales [kv_heads, block].
+    """
 
     layer: int
     kv_heads: int
@@ -24,10 +34,13 @@ class LayerKV:
     v_dim: int
     element_bytes: int
     window: int | None = None
+    scale_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
-        return self.kv_heads * (self.k_dim + self.v_dim) * self.element_bytes
+        return self.kv_heads * sum(
+            row_bytes(dim, self.element_bytes, self.scale_bytes) for dim in (self.k_dim, self.v_dim)
+        )
 
 
 @dataclass(frozen=True, slots=True)

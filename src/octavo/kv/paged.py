@@ -20,6 +20,8 @@ class _Held:
     trimmed: list[int]
     computed: int = 0
     sealed: int = 0  # full blocks that have been offered to the index
+    lookahead: int = 0  # slots granted to drafts, behind that of the next token
+    firm: int = 0  # table entries that are not there for drafts alone
 
 
 class Paged:
@@ -102,8 +104,9 @@ class Paged:
             return Why.NEVER, never
         if ask.quota is not None and take and take + reused > ask.quota:
             return Why.QUOTA, take + reused - ask.quota
-        if take > available:
-            return Why.FULL, take - available
+        within = self._pool.free if ask.lookahead else available  # drafts evict nobody
+        if take > within:
+            return Why.FULL, take - within
         if (take or reused) and take > available - ask.hold_back:
             return Why.HELD, take - available + ask.hold_back
         return Why.OK, 0
@@ -145,6 +148,9 @@ class Paged:
         if held is None:
             held = self._enter(quote)
             self.collisions += quote.collisions
+        if ask.lookahead:
+            held.lookahead = ask.lookahead
+            held.firm = max(len(held.view.tables[0]), -(-(ask.upto - ask.lookahead) // self.block_size))
         copies, evicted = self._copy_on_write(held, ask.upto)
         end = -(-ask.upto // self.block_size)
         taken = 0
@@ -259,6 +265,8 @@ class Paged:
         held = self._seqs[seq]
         self._version += 1
         held.computed = computed
+        if held.lookahead:
+            self._drop_lookahead(held)
         if self.shares:
             full = min(computed // self.block_size, len(keys))
             publish = self._pool.publish
@@ -270,6 +278,14 @@ class Paged:
         for group, window in enumerate(self._windows):
             if window is not None:
                 self._trim(held, group, self._first_needed(computed, window))
+
+    def _drop_lookahead(self, held: _Held) -> None:
+        """The drafts are judged: give back blocks that only rejected ones had asked for."""
+        keep = max(held.firm, -(-held.computed // self.block_size))
+        for table in held.view.tables:
+            while len(table) > keep:
+                self._pool.drop(table.pop())
+        held.lookahead = held.firm = 0
 
     def _trim(self, held: _Held, group: int, first: int) -> None:
         table = held.view.tables[group]
@@ -321,6 +337,7 @@ class Paged:
         else:
             held.computed = min(held.computed, keep * self.block_size)
             held.sealed = min(held.sealed, keep)
+            held.lookahead = held.firm = 0
             held.trimmed = [min(n, keep) for n in held.trimmed]
         return self.free + self.evictable - before
 
@@ -365,8 +382,13 @@ class Paged:
     def ledger(self, hold_back: int = 0, head_need: int = 0) -> Ledger:
         size = self.block_size
         written: dict[int, int] = {}  # blocks at or behind each sequence's write position
+        ahead_slack = ahead_reserved = 0  # drafted slots: in tail blocks that hold tokens, and in empty ones
         for held in self._seqs.values():
             at, used = divmod(held.computed, size)
+            if held.lookahead:
+                in_tail = min(held.lookahead, size - used - 1) if used else 0
+                ahead_slack += in_tail * len(self._windows)
+                ahead_reserved += (held.lookahead - in_tail) * len(self._windows)
             for table in held.view.tables:
                 for i in range(at, len(table)):
                     tokens = used if i == at else 0
@@ -377,8 +399,9 @@ class Paged:
         held_free = min(free, max(0, hold_back * size - self._pool.cached * size))
         return Ledger(
             live=self._pool.in_use * size - reserved - slack,
-            reserved=reserved,
-            slack=slack,
+            reserved=reserved - ahead_reserved,
+            slack=slack - ahead_slack,
+            lookahead=ahead_slack + ahead_reserved,
             quarantined=self._pool.quarantined * size,
             cached=self._pool.cached * size,
             free=free - held_free,
@@ -392,6 +415,8 @@ class Paged:
         for seq, held in self._seqs.items():
             length = len(held.view.tables[0])
             require(held.computed <= length * self.block_size, "computed tokens have slots", seq=seq)
+            ahead = held.computed + held.lookahead + bool(held.lookahead)
+            require(ahead <= length * self.block_size, "drafted tokens have slots", seq=seq)
             for table, trimmed in zip(held.view.tables, held.trimmed, strict=True):
                 require(len(table) == length, "all groups cover the same tokens", seq=seq)
                 require(

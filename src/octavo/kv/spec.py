@@ -141,7 +141,7 @@ def spec_from_config(
 ) -> KVSpec:
     """Read a model config (the parsed config.json) into a `KVSpec`.
 
-    kv_dtype   float32, bf16, fp16, fp8, int8, int4 or q8_0; quantised ones count their scales
+    kv_dtype   one of `dtypes.FORMATS`: float32, bf16, fp16, int8, fp8 …; quantised ones count their scales
     tp         tensor-parallel degree: KV heads are split over min(tp, KV heads) ranks and replicated beyond;
                an MLA latent is held whole by every rank
     mla_form   "latent" (absorbed) or "expanded" (K and V per head); ignored by models without MLA
@@ -214,7 +214,7 @@ def _group(
     total = len(layers) * heads * row
     dims = f"2 x {shape.k_dim}" if shape.k_dim == shape.v_dim else f"({shape.k_dim} + {shape.v_dim})"
     split = "" if tp == 1 else f" (of {shape.kv_heads}, TP {tp})"
-    formula = f"{len(layers)} {kind.value} layers x {heads} KV heads{split} x {dims} x {dtype.per_value} = {total}"
+    formula = f"{len(layers)} {kind.value} layers x {heads} KV heads{split} x {dtype.formula(dims, 2)} = {total}"
     if window is not None:
         formula += f"; x {window} tokens = {total * window} at most"
     return LayerGroup(kind, layers, heads, shape.k_dim, shape.v_dim, window, total, 0, formula)
@@ -251,9 +251,11 @@ def _mla_bytes(
         form=form,
         latent=latent,
         expanded=expanded,
-        formula_latent=(f"{count} MLA layers x ({shape.latent} + {shape.rope}) x {dtype.per_value} = {latent}{ranks}"),
+        formula_latent=(
+            f"{count} MLA layers x {dtype.formula(f'({shape.latent} + {shape.rope})', 1)} = {latent}{ranks}"
+        ),
         formula_expanded=(
-            f"{count} MLA layers x {heads} heads x ({shape.k_dim} + {shape.v_dim}) x {dtype.per_value} = {expanded}"
+            f"{count} MLA layers x {heads} heads x {dtype.formula(f'({shape.k_dim} + {shape.v_dim})', 2)} = {expanded}"
         ),
     )
     return shape, both

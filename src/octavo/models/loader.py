@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,16 @@ import torch
 from octavo.errors import OctavoError
 from octavo.kv.groups import LayerKV
 from octavo.kv.layers import MOST_LAYERS
+from octavo.models.checkpoint import Checkpoint
+from octavo.models.decoder import NotNative, TensorOf, decoder_spec
 from octavo.models.demo import packaged_model
 from octavo.models.errors import ModelError
 from octavo.models.gguf_file import read_gguf
 from octavo.models.gguf_model import build_from_gguf
 from octavo.models.shapes import check_supported, layer_shapes, position_limit
 from octavo.models.tokenizer import Tokenizer, first_line, tokenizer_from_directory, tokenizer_from_gguf
+from octavo.native import calls
+from octavo.native.model import NativeModel, pack_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,7 +38,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LoadedModel:
     """A model ready to run.
 
-    module         a transformers causal LM in evaluation mode, without gradients
+    module         a transformers causal LM in evaluation mode, without gradients; None where `native` runs instead
+    native         weights packed for the native code, which then replace the module's; None: transformers' code runs
+    not_native     why the native code does not run this model, as a clause; "" if it does
     layers         KV shape of each layer that owns a cache
     shared         {layer: the layer whose KV it reads} for layers without a cache of their own
     weight_bytes   bytes of the distinct parameter and buffer storages
@@ -56,28 +62,62 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     max_positions_note: str = ""
+    native: NativeModel | None = None
+    not_native: str = ""
 
     @property
     def has_chat_template(self) -> bool:
         return self.tokenizer is not None and self.tokenizer.has_chat_template
 
 
-def load_model(name_or_path: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How to load: see `load_model`."""
+
+    dtype: str
+    device: torch.device
+    weights: str
+    implementation: str
+
+    @property
+    def may_be_native(self) -> bool:
+        return self.implementation != "transformers" and self.device.type == "cpu" and calls.kernels() is not None
+
+    def check(self, loaded: LoadedModel) -> LoadedModel:
+        """Raises ModelError if what was asked for needs the native code and this model does not run on it."""
+        wanted = f"weights {self.weights}" if self.weights != "auto" else f"implementation {self.implementation}"
+        if loaded.native is None and (self.weights != "auto" or self.implementation == "native"):
+            raise ModelError(
+                f"{loaded.name}: {wanted} needs the native code, which does not run here: {loaded.not_native}; "
+                "use weights auto and implementation auto."
+            )
+        return loaded
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    weights: str = "auto",
+    implementation: str = "auto",
+) -> LoadedModel:
     """Load a model in `dtype` (auto, float32, bfloat16, float16) on `device` (auto, cpu, cuda, cuda:1 …).
 
     `auto` dtype is the checkpoint's for safetensors; for GGUF it is bfloat16 where the device computes in it and
-    float32 elsewhere. Raises ModelError.
+    float32 elsewhere. `weights`: auto (as `dtype` says) or a quantised format of the native code, made while loading.
+    `implementation`: native (our decoder), transformers, or auto: native where it can run the model. Raises ModelError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}.")
-    place = pick_device(device)
+    choice = Choice(dtype, pick_device(device), weights, implementation)
     name = str(name_or_path)
     path = packaged_model(name) or Path(name)
     if path.suffix == ".gguf":
-        return _load_gguf(name, path, dtype, place)
+        return choice.check(_load_gguf(name, path, choice))
     if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that is too long
-        return _load_directory(name, path, dtype, place)
-    return _load_directory(name, _from_hub(name), dtype, place)
+        return choice.check(_load_directory(name, path, choice))
+    return choice.check(_load_directory(name, _from_hub(name), choice))
 
 
 def pick_device(device: str) -> torch.device:
@@ -95,21 +135,51 @@ def pick_device(device: str) -> torch.device:
     return place
 
 
-def loaded(name: str, module: Any, tokenizer: Tokenizer | None, device: torch.device) -> LoadedModel:
-    """Describe a transformers causal LM that is already built (also used by tests with tiny random models)."""
+def loaded(
+    name: str,
+    module: Any,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    *,
+    native: bool = False,
+    weights: str = "auto",
+) -> LoadedModel:
+    """Describe a transformers causal LM that is already built (also used by tests with tiny random models).
+
+    `native`: pack its weights for the native code if that can run it; the module is then not kept.
+    """
     module = module.to(device).eval().requires_grad_(False)
-    config = module.config
-    check_supported(config, name)
+    check_supported(module.config, name)
     dtype = next(module.parameters()).dtype
+    eos = eos_ids(getattr(module, "generation_config", None), module.config, tokenizer)
+    plain = _described(name, module.config, tokenizer, eos, dtype, device)
+    if native:
+        state = module.state_dict()
+        packed, why = _packed(plain, state.get, weights)
+        if packed is not None:
+            return replace(plain, native=packed, weight_bytes=packed.weight_bytes)
+        plain = replace(plain, not_native=why)
+    return replace(plain, module=module, weight_bytes=weight_bytes(module))
+
+
+def _described(
+    name: str,
+    config: Any,
+    tokenizer: Tokenizer | None,
+    eos: frozenset[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LoadedModel:
+    """Everything but the weights."""
     layers, shared = layer_shapes(config, dtype)
     longest, note = position_limit(config)
     return LoadedModel(
         name=name,
-        module=module,
+        module=None,
         config=config,
         tokenizer=tokenizer,
-        eos_ids=_eos_ids(module, tokenizer),
-        weight_bytes=weight_bytes(module),
+        eos_ids=eos,
+        weight_bytes=0,
         max_positions=longest,
         vocab_size=config.get_text_config(decoder=True).vocab_size,
         layers=layers,
@@ -117,7 +187,17 @@ def loaded(name: str, module: Any, tokenizer: Tokenizer | None, device: torch.de
         dtype=dtype,
         device=device,
         max_positions_note=note,
+        not_native="the native code was not asked for or is not installed",
     )
+
+
+def _packed(model: LoadedModel, tensor: TensorOf, weights: str) -> tuple[NativeModel | None, str]:
+    """The weights packed for the native code, or why it cannot run this model."""
+    try:
+        spec = decoder_spec(model.config, model.layers, model.shared, model.dtype)
+    except NotNative as reason:
+        return None, str(reason)
+    return pack_model(spec, tensor, model.dtype, weights), ""
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
@@ -129,16 +209,19 @@ def weight_bytes(module: torch.nn.Module) -> int:
     return sum(storages.values())
 
 
-def _load_gguf(name: str, path: Path, dtype: str, device: torch.device) -> LoadedModel:
+def _load_gguf(name: str, path: Path, choice: Choice) -> LoadedModel:
     if not os.path.isfile(path):
         raise ModelError(f"model {name!r} does not exist: there is no file {path}.")
-    kind = DTYPES.get(dtype, torch.bfloat16 if computes_bfloat16(device) else torch.float32)
+    kind = DTYPES.get(choice.dtype, torch.bfloat16 if computes_bfloat16(choice.device) else torch.float32)
     with _reading(name, path):
         file = read_gguf(path)
         _check_layers(path, file.metadata.get(f"{file.architecture}.block_count"))
         module, extra_eos = build_from_gguf(file, kind)
         module.generation_config.eos_token_id = sorted(extra_eos) or None
-        return loaded(name, module, tokenizer_from_gguf(file), device)
+        tokenizer = tokenizer_from_gguf(file)
+        return loaded(
+            name, module, tokenizer, choice.device, native=choice.may_be_native, weights=choice.weights
+        )
 
 
 @contextmanager
@@ -158,28 +241,53 @@ def _reading(name: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def _load_directory(name: str, path: Path, dtype: str, device: torch.device) -> LoadedModel:
-    from transformers import AutoModelForCausalLM
-
+def _load_directory(name: str, path: Path, choice: Choice) -> LoadedModel:
     if not (path / "config.json").is_file():
         raise ModelError(f"model {name!r}: {path} has no config.json; give a model directory or a .gguf file.")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"model {name!r}: {path} has no *.safetensors file; other weight formats are not read.")
-    kind: Any = DTYPES.get(dtype, "auto")
     with _reading(name, path):
         config = _read_config(path)
         check_supported(config, name)
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), config=config, dtype=kind, output_loading_info=True, trust_remote_code=False
+        why = "the native code was not asked for or is not installed"
+        if choice.may_be_native:
+            packed, why = _load_native(name, path, config, choice)
+            if packed is not None:
+                return packed
+        return replace(_load_module(name, path, config, choice), not_native=why)
+
+
+def _load_native(name: str, path: Path, config: Any, choice: Choice) -> tuple[LoadedModel | None, str]:
+    """The model with its tensors packed straight from the mapped files; or why the native code cannot run it."""
+    with Checkpoint(path) as checkpoint:
+        dtype = DTYPES.get(choice.dtype) or getattr(config, "dtype", None) or checkpoint.dtype
+        if dtype not in DTYPES.values():
+            return None, f"weights in {dtype}"
+        generation = path / "generation_config.json"
+        eos = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else None
+        tokenizer = tokenizer_from_directory(path, config)
+        model = _described(name, config, tokenizer, eos_ids(eos, config, tokenizer), dtype, choice.device)
+        packed, why = _packed(model, checkpoint.tensor, choice.weights)
+        if packed is None:
+            return None, why
+        return replace(model, native=packed, weight_bytes=packed.weight_bytes, not_native=""), ""
+
+
+def _load_module(name: str, path: Path, config: Any, choice: Choice) -> LoadedModel:
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = DTYPES.get(choice.dtype, "auto")
+    result: Any = AutoModelForCausalLM.from_pretrained(
+        str(path), config=config, dtype=kind, output_loading_info=True, trust_remote_code=False
+    )
+    module, report = result
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelError(
+            f"model {name!r} in {path} lacks {len(missing)} weights (first: {missing[0]}); "
+            "the checkpoint is incomplete or of another architecture."
         )
-        module, report = result
-        if report["missing_keys"]:
-            missing = sorted(report["missing_keys"])
-            raise ModelError(
-                f"model {name!r} in {path} lacks {len(missing)} weights (first: {missing[0]}); "
-                "the checkpoint is incomplete or of another architecture."
-            )
-        return loaded(name, module, tokenizer_from_directory(path, config), device)
+    return loaded(name, module, tokenizer_from_directory(path, config), choice.device)
 
 
 def _read_config(path: Path) -> Any:
@@ -256,11 +364,12 @@ def computes_bfloat16(device: torch.device) -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _eos_ids(module: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+def eos_ids(generation: Any, config: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Tokens that end a generation, by generation config (an object or its JSON), config and tokenizer."""
     found: set[int] = set()
-    text = module.config.get_text_config(decoder=True)
-    generation = getattr(module, "generation_config", None)
-    candidates = [getattr(generation, "eos_token_id", None), getattr(text, "eos_token_id", None)]
+    text = config.get_text_config(decoder=True)
+    own = generation.get("eos_token_id") if isinstance(generation, dict) else getattr(generation, "eos_token_id", None)
+    candidates = [own, getattr(text, "eos_token_id", None)]
     if tokenizer is not None:
         candidates.append(tokenizer.eos_token_id)
     for value in candidates:

@@ -6,10 +6,13 @@ that the first profiling step really produces, so a wrong reading can never corr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from octavo.kv.dtypes import KVDtype, kv_dtype
 from octavo.kv.groups import LayerKV
 from octavo.kv.spec import spec_from_config
 from octavo.models.errors import ModelError
@@ -66,6 +69,16 @@ def layer_shapes(config: Any, dtype: torch.dtype) -> tuple[tuple[LayerKV, ...], 
         for layer in group.layers
     ]
     return tuple(sorted(owners, key=lambda shape: shape.layer)), dict(spec.shared)
+
+
+def cache_dtype(name: str, model: torch.dtype) -> KVDtype:
+    """The storage format called `name`; `auto` is the model's dtype."""
+    return kv_dtype(_KV_DTYPES[model] if name == "auto" else name)
+
+
+def cache_layers(layers: Sequence[LayerKV], dtype: KVDtype) -> tuple[LayerKV, ...]:
+    """The same layers with K and V stored in `dtype`."""
+    return tuple(replace(layer, element_bytes=dtype.bytes, scale_bytes=dtype.scale_bytes) for layer in layers)
 
 
 def max_positions(config: Any) -> int:

@@ -100,7 +100,7 @@ class Recorder:
 
     def on_step(self, scheduler: Scheduler, plan: StepPlan, progress: Seq[Progress], start: float, end: float) -> None:
         causes = dict(scheduler.waiting_by_cause())
-        decode = sum(1 for work in plan.work if work.count == 1 and work.seq.generated > 1)
+        decode = sum(work.count for work in plan.work if work.known == 1 and work.seq.generated > 1)
         self.steps.append(
             StepSample(
                 step=plan.index,

@@ -71,6 +71,7 @@ def _shares(sample: StepSample, never: int) -> dict[str, float]:
     ledger = sample.ledger
     lines = asdict(ledger)
     reserved = lines.pop("reserved")
+    lines["slack"] += lines.pop("lookahead")  # slots without a verified token, for this step only
     lines["reserved_never_used"] = never
     lines["reserved_used_later"] = reserved - never
     return {name: lines[name] / ledger.capacity for name in KV_LINES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -10,17 +11,34 @@ from octavo.types import Sequence
 
 
 class SeqWork(NamedTuple):
-    """Compute KV for `seq.tokens[start : start + count]` and write it through `seq.view`.
+    """Compute KV for `count` tokens from position `start` on and write it through `seq.view`.
 
-    `samples`: the sequences that draw a token from the logits of the last position. () for a prompt chunk that is
-    not the last; (seq,) normally; all samples of the request when a prompt with n > 1 is complete.
-    The runner reads the sequences and never changes them.
+    The tokens are `seq.tokens[start:]` and then those of `draft`: guesses that `seq.tokens` does not contain, to be
+    verified by this very step. `samples`: the sequences that draw a token from the logits of the last position. () for
+    a prompt chunk that is not the last; (seq,) normally, and always with a draft; all samples of the request when a
+    prompt with n > 1 is complete. The runner reads the sequences and never changes them.
     """
 
     seq: Sequence
     start: int
     count: int  # type: ignore[assignment]  # shadows tuple.count, which nobody needs here
     samples: tuple[Sequence, ...]
+    draft: tuple[int, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """How many of the `count` tokens are certain."""
+        return self.count - len(self.draft)
+
+    def gained(self, drawn: Iterator[int]) -> tuple[int, ...]:
+        """What drafted work gains: the tokens drawn behind the certain one, behind the first drafted one and so on, up
+        to and with the first that differs from its draft. Takes no more of `drawn` than that."""
+        run = []
+        for token, guess in zip(drawn, (*self.draft, None), strict=False):
+            run.append(token)
+            if token != guess:
+                break
+        return tuple(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,11 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         return sum(w.count for w in self.work)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of sequences that go on by one certain token, with their drafts."""
+        return sum(w.count for w in self.work if w.count - len(w.draft) == 1)
 
     @property
     def empty(self) -> bool:
@@ -54,13 +77,14 @@ class TokenLogprobs:
 class StepResult:
     """What came out of a step.
 
-    tokens[i][j] is the token drawn by `plan.work[i].samples[j]`. `logprobs` maps a sequence id to the logprobs of
-    its drawn token; `prompt_logprobs` maps a sequence id to those of the prompt tokens at positions
-    start+1 .. start+count of its work (only where asked for).
+    tokens[i][j] is the token drawn by `plan.work[i].samples[j]`; for work with a draft tokens[i] is the run of tokens
+    that its sequence gained, 1 to len(draft)+1: the accepted drafts and the one drawn behind them. `logprobs` maps a
+    sequence id to the logprobs of its drawn tokens, one each; `prompt_logprobs` maps a sequence id to those of the
+    prompt tokens at positions start+1 .. start+count of its work (only where asked for).
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 

@@ -16,7 +16,10 @@ from octavo.kv.groups import page_layout
 from octavo.kv.prefix import KeyChain
 from octavo.models.errors import ModelError
 from octavo.models.loader import LoadedModel
+from octavo.models.shapes import cache_dtype, cache_layers
 from octavo.runner.api import SeqWork, StepPlan
+from octavo.runner.choice import make_runner
+from octavo.runner.native_runner import NativeRunner
 from octavo.runner.torch_runner import TorchRunner
 from octavo.types import Request, SamplingParams, Sequence
 
@@ -44,7 +47,12 @@ class DeviceBudget:
 
 
 def measure(
-    loaded: LoadedModel, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int | None = None
+    loaded: LoadedModel,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int | None = None,
+    kv_dtype: str = "auto",
 ) -> DeviceBudget:
     """Run steps of `max_num_batched_tokens` tokens with `max_num_seqs` sampled rows and read the peaks.
 
@@ -56,8 +64,9 @@ def measure(
         if value < 1:
             raise ModelError(f"{name} is {value}; it must be at least 1.")
     counts = _counts(max_num_batched_tokens, max_num_seqs, longest)
-    layout = page_layout(loaded.layers, _BLOCK)
-    runner = TorchRunner(loaded, layout, len(layout.groups) * sum(-(-n // _BLOCK) for n in counts))
+    layout = page_layout(cache_layers(loaded.layers, cache_dtype(kv_dtype, loaded.dtype)), _BLOCK)
+    pages = len(layout.groups) * sum(-(-n // _BLOCK) for n in counts)
+    runner = make_runner(loaded, layout, pages, kv_dtype=kv_dtype)
     plan = _profile_plan(counts, len(layout.groups))
     runner.run(_profile_plan([1], len(layout.groups)))
     on_cuda = loaded.device.type == "cuda"
@@ -100,7 +109,7 @@ def _profile_plan(counts: list[int], groups: int) -> StepPlan:
     return StepPlan(0, (), tuple(work))
 
 
-def _cuda_peak(runner: TorchRunner, plan: StepPlan) -> tuple[int, int]:
+def _cuda_peak(runner: NativeRunner | TorchRunner, plan: StepPlan) -> tuple[int, int]:
     """Not run on a GPU yet. Peak of allocated bytes, and of reserved bytes beyond it."""
     device = runner.loaded.device
     torch.cuda.synchronize(device)
@@ -113,7 +122,7 @@ def _cuda_peak(runner: TorchRunner, plan: StepPlan) -> tuple[int, int]:
     return activations, max(0, torch.cuda.max_memory_reserved(device) - reserved - activations)
 
 
-def _cpu_peak(runner: TorchRunner, plan: StepPlan) -> tuple[int, int]:
+def _cpu_peak(runner: NativeRunner | TorchRunner, plan: StepPlan) -> tuple[int, int]:
     """Peak of live tensors, and growth of the resident set beyond it: two runs, as each measure disturbs the other."""
     runner.store.buffer.fill_(0)  # makes every page of the cache resident: it must not count as growth
     resident = _restart_peak()

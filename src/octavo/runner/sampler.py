@@ -9,6 +9,7 @@ preemption and recomputation cannot change a draw.
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,35 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+class Draw(NamedTuple):
+    """One token to be drawn by `seq`, behind the drafted tokens `after`."""
+
+    seq: Sequence
+    after: tuple[int, ...] = ()
+
+    @property
+    def generated(self) -> int:
+        return self.seq.generated + len(self.after)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the most likely token is all that is asked for."""
+        p = self.seq.request.params
+        return p.greedy and p.logprobs is None and not self.adjusts
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether a mask, a bias or a penalty changes its logits."""
+        p = self.seq.request.params
+        return bool(
+            p.logit_bias
+            or p.repetition_penalty != 1.0
+            or p.presence_penalty
+            or p.frequency_penalty
+            or self.generated < p.min_tokens
+        )
+
+
 class Sampler:
     """Draws tokens. Holds the seeds of unseeded sequences until they are forgotten."""
 
@@ -56,58 +86,48 @@ class Sampler:
         self._drawn.pop(seq.id, None)
 
     def sample(
-        self, logits: torch.Tensor, rows: list[int], seqs: list[Sequence]
-    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Draw one token for each sequence: `seqs[i]` from `logits[rows[i]]`; logits [n, vocabulary], any dtype.
+        self, logits: torch.Tensor, rows: list[int], draws: list[Draw]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """One token for each draw: `draws[i]` from `logits[rows[i]]`; logits [n, vocabulary], any dtype.
 
-        Several sequences may share a row. Returns the tokens and, by sequence id, the log probabilities asked for.
+        Several draws may share a row. Returns the tokens and the log probabilities of those that asked.
         """
-        params = [seq.request.params for seq in seqs]
+        params = [draw.seq.request.params for draw in draws]
         picked = logits if rows == list(range(len(logits))) else logits[rows]
-        if all(p.greedy and p.logprobs is None and not _adjusts(seq) for p, seq in zip(params, seqs, strict=True)):
-            return picked.argmax(-1).tolist(), {}
+        if all(draw.plain for draw in draws):
+            return picked.argmax(-1).tolist(), [None] * len(draws)
         adjusted = picked.float() if picked.dtype != torch.float32 else picked.clone()
-        for row, seq in zip(adjusted, seqs, strict=True):
-            if _adjusts(seq):
-                _adjust(row, seq)
+        for row, draw in zip(adjusted, draws, strict=True):
+            if draw.adjusts:
+                _adjust(row, draw)
         random = [i for i, p in enumerate(params) if not p.greedy]
-        if len(random) < len(seqs):
+        if len(random) < len(draws):
             tokens = adjusted.argmax(-1)
         else:
-            tokens = torch.empty(len(seqs), dtype=torch.int64, device=logits.device)
+            tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
         if random:
-            chances = [uniform(self.seed_for(seqs[i]), seqs[i].generated) for i in random]
+            chances = [uniform(self.seed_for(draws[i].seq), draws[i].generated) for i in random]
             tokens[random] = _draw(adjusted[random], [params[i] for i in random], chances)
         drawn: list[int] = tokens.tolist()
-        return drawn, _report(picked, seqs, drawn)
+        return drawn, _report(picked, draws, drawn)
 
 
-def _adjusts(seq: Sequence) -> bool:
+def _adjust(row: torch.Tensor, draw: Draw) -> None:
+    """Apply the mask, bias and penalties of one draw to its logits [vocabulary], in place."""
+    seq, device = draw.seq, row.device
     p = seq.request.params
-    return bool(
-        p.logit_bias
-        or p.repetition_penalty != 1.0
-        or p.presence_penalty
-        or p.frequency_penalty
-        or seq.generated < p.min_tokens
-    )
-
-
-def _adjust(row: torch.Tensor, seq: Sequence) -> None:
-    """Apply the mask, bias and penalties of one sequence to its logits [vocabulary], in place."""
-    p, device = seq.request.params, row.device
-    if seq.generated < p.min_tokens and seq.request.stop_token_ids:
+    if draw.generated < p.min_tokens and seq.request.stop_token_ids:
         row[torch.tensor(sorted(seq.request.stop_token_ids), device=device)] = float("-inf")
     if p.logit_bias:
         row[torch.tensor(list(p.logit_bias), device=device)] += torch.tensor(
             list(p.logit_bias.values()), device=device, dtype=row.dtype
         )
     if p.repetition_penalty != 1.0:  # prompt and output; as in transformers
-        seen = torch.tensor(sorted(set(seq.tokens)), device=device)
+        seen = torch.tensor(sorted({*seq.tokens, *draw.after}), device=device)
         value = row[seen]
         row[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
-    if (p.presence_penalty or p.frequency_penalty) and seq.generated:  # output only
-        ids, counts = torch.tensor(seq.output, device=device).unique(return_counts=True)
+    if (p.presence_penalty or p.frequency_penalty) and draw.generated:  # output only
+        ids, counts = torch.tensor([*seq.output, *draw.after], device=device).unique(return_counts=True)
         row[ids] -= counts * p.frequency_penalty + p.presence_penalty
 
 
@@ -165,13 +185,14 @@ def _first_above(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return found.clamp(max=sums.shape[1] - 1)
 
 
-def _report(logits: torch.Tensor, seqs: list[Sequence], tokens: list[int]) -> dict[int, TokenLogprobs]:
-    wanted = [i for i, seq in enumerate(seqs) if seq.request.params.logprobs is not None]
-    if not wanted:
-        return {}
-    tops = [seqs[i].request.params.logprobs or 0 for i in wanted]
-    found = describe(logits[wanted], [tokens[i] for i in wanted], tops)
-    return {seqs[i].id: entry for i, entry in zip(wanted, found, strict=True)}
+def _report(logits: torch.Tensor, draws: list[Draw], tokens: list[int]) -> list[TokenLogprobs | None]:
+    out: list[TokenLogprobs | None] = [None] * len(draws)
+    wanted = [i for i, draw in enumerate(draws) if draw.seq.request.params.logprobs is not None]
+    if wanted:
+        tops = [draws[i].seq.request.params.logprobs or 0 for i in wanted]
+        for i, entry in zip(wanted, describe(logits[wanted], [tokens[i] for i in wanted], tops), strict=True):
+            out[i] = entry
+    return out
 
 
 def describe(logits: torch.Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprobs]:

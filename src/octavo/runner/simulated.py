@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from octavo.clock import VirtualClock
-from octavo.runner.api import StepPlan, StepResult
+from octavo.runner.api import SeqWork, StepPlan, StepResult
 from octavo.types import Sequence
 
 TokenSource = Callable[[Sequence], int]
@@ -47,7 +47,18 @@ class SimulatedRunner:
     def run(self, plan: StepPlan) -> StepResult:
         self._clock.advance(self._timing(plan))
         # A sample that has not been forked yet has the same tokens as the sequence that computes its prompt.
-        return StepResult(tuple(tuple(self._token(s) for s in work.samples) for work in plan.work))
+        return StepResult(tuple(self._drawn(work) for work in plan.work))
+
+    def _drawn(self, work: SeqWork) -> tuple[int, ...]:
+        if work.draft:
+            return work.gained(self._following(work))
+        return tuple(self._token(seq) for seq in work.samples)
+
+    def _following(self, work: SeqWork) -> Iterator[int]:
+        """What the sequence says next, and next behind each of its drafted tokens."""
+        yield self._token(work.seq)
+        for n in range(1, len(work.draft) + 1):
+            yield self._token(replace(work.seq, tokens=work.seq.tokens + list(work.draft[:n])))
 
     def forget(self, seq: Sequence) -> None:
         """Nothing is kept per sequence."""

@@ -14,11 +14,14 @@ from octavo.kv.groups import Layout
 from octavo.models.errors import ModelError
 from octavo.models.falcon import adapt_falcon
 from octavo.models.loader import LoadedModel
+from octavo.models.shapes import cache_dtype, cache_layers
 from octavo.models.tokenizer import first_line
 from octavo.runner.api import SeqWork, StepPlan, StepResult, TokenLogprobs
 from octavo.runner.attention import IMPLEMENTATION, Backend, Batch, Current, LayerCache, Row, register
 from octavo.runner.attention.cuda import CudaAttention, varlen_available
 from octavo.runner.attention.reference import ReferenceAttention
+from octavo.runner.drawing import draw, flat_positions, flat_tokens, rows_to_sample
+from octavo.runner.quantise import stored_dtype
 from octavo.runner.sampler import Sampler, describe
 from octavo.runner.store import KVStore
 from octavo.types import Sequence
@@ -41,8 +44,10 @@ class TorchRunner:
         *,
         seed: int | None = None,
         backend: Backend | None = None,
+        kv_dtype: str = "auto",
     ) -> None:
-        """Allocate the KV store and hook the model. `seed` makes requests without one reproducible.
+        """Allocate the KV store and hook the model. `seed` makes requests without one reproducible; `layout` must be
+        that of the layers in `kv_dtype` (see `EngineConfig`).
 
         Raises ModelError if the architecture does not use transformers' attention interface for all its attention, or
         produces other shapes than its config says: one token is run through the model to see.
@@ -53,11 +58,13 @@ class TorchRunner:
             on_cuda = loaded.device.type == "cuda" and varlen_available()
             backend = CudaAttention() if on_cuda else ReferenceAttention()
         self.backend = backend
+        stored = cache_dtype(kv_dtype, loaded.dtype)
+        self._layers = cache_layers(loaded.layers, stored)
         self.store = KVStore(
-            loaded.layers,
+            self._layers,
             layout,
             num_blocks,
-            dtype=loaded.dtype,
+            dtype=stored_dtype(stored),
             device=loaded.device,
             token_major=backend.token_major,
         )
@@ -80,7 +87,9 @@ class TorchRunner:
         self._attach()
         with torch.inference_mode():
             hidden = self._forward(plan.work)
-            tokens, logprobs = self._sample(plan.work, hidden)
+            rows = torch.from_numpy(rows_to_sample(plan.work)).to(hidden.device)
+            logits = self._head(hidden[rows]) if len(rows) else hidden
+            tokens, logprobs = draw(plan.work, logits, self.sampler)
             prompt_logprobs = self._prompt_logprobs(plan.work, hidden)
         return StepResult(tokens, logprobs, prompt_logprobs)
 
@@ -89,7 +98,7 @@ class TorchRunner:
         self.sampler.forget(seq)
 
     def _layer_caches(self) -> dict[int, LayerCache]:
-        shapes = {shape.layer: shape for shape in self.loaded.layers}
+        shapes = {shape.layer: shape for shape in self._layers}
         sources = {layer: layer for layer in shapes} | self.loaded.shared
         return {
             layer: LayerCache(
@@ -131,16 +140,15 @@ class TorchRunner:
 
     def _forward(self, work: tuple[SeqWork, ...]) -> torch.Tensor:
         """Hidden states [tokens, hidden] after the last norm; KV of all tokens is in the store afterwards."""
-        ids = [token for w in work for token in w.seq.tokens[w.start : w.start + w.count]]
-        positions = np.concatenate([np.arange(w.start, w.start + w.count) for w in work])
-        return self._decode(ids, positions, self._batch(work, positions))
+        positions = flat_positions(work)
+        return self._decode(flat_tokens(work), positions, self._batch(work, positions))
 
-    def _decode(self, ids: list[int], positions: np.ndarray, batch: Batch) -> torch.Tensor:
+    def _decode(self, ids: np.ndarray, positions: np.ndarray, batch: Batch) -> torch.Tensor:
         device = self.loaded.device
         self._current.batch = batch
         try:
             hidden: torch.Tensor = self._body(
-                input_ids=torch.tensor([ids], device=device),
+                input_ids=torch.from_numpy(ids).to(device, torch.int64)[None],
                 position_ids=torch.from_numpy(positions).to(device)[None],
                 use_cache=False,
             )[0][0]
@@ -166,7 +174,7 @@ class TorchRunner:
     def _verify(self) -> None:
         """One token through the model, in block 0 and wiped afterwards: each layer must attend exactly once, with the
         shapes its cache was laid out for. Done once for a module and layout; several runners may share them."""
-        module, kind = self.loaded.module, (self.loaded.layers, self.loaded.shared, type(self.backend))
+        module, kind = self.loaded.module, (self._layers, self.loaded.shared, type(self.backend), self.store.dtype)
         if getattr(module, "octavo_verified", None) == kind:
             return
         device, block_size = self.loaded.device, self.layout.block_size
@@ -176,7 +184,7 @@ class TorchRunner:
         batch = Batch(rows, [zero] * len(windows), zero, plans, {})
         try:
             with torch.inference_mode():
-                self._head(self._decode([0], np.zeros(1, dtype=np.int64), batch))
+                self._head(self._decode(np.zeros(1, np.int32), np.zeros(1, np.int64), batch))
         except OctavoError:
             raise
         except Exception as error:
@@ -192,19 +200,6 @@ class TorchRunner:
                 "attention interface exactly once, so their attention cannot read a paged cache; choose another model."
             )
         module.octavo_verified = kind
-
-    def _sample(
-        self, work: tuple[SeqWork, ...], hidden: torch.Tensor
-    ) -> tuple[tuple[tuple[int, ...], ...], dict[int, TokenLogprobs]]:
-        ends = np.cumsum([w.count for w in work]) - 1
-        drawing = [i for i, w in enumerate(work) if w.samples]
-        if not drawing:
-            return tuple(() for _ in work), {}
-        logits = self._head(hidden[torch.from_numpy(ends[drawing]).to(hidden.device)])
-        rows = [row for row, i in enumerate(drawing) for _ in work[i].samples]
-        drawn, logprobs = self.sampler.sample(logits, rows, [seq for i in drawing for seq in work[i].samples])
-        following = iter(drawn)
-        return tuple(tuple(next(following) for _ in w.samples) for w in work), logprobs
 
     def _prompt_logprobs(self, work: tuple[SeqWork, ...], hidden: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         """For work that asks: those of the prompt tokens at positions start+1 .. start+count (as far as the prompt

@@ -20,6 +20,8 @@ _LEAST = {
     "max_preemptions": 1,
     "max_skips": 0,
     "max_queue": 1,
+    "speculative_tokens": 0,
+    "speculative_limit": 1,
 }
 
 
@@ -37,6 +39,9 @@ class SchedulerConfig:
     order                   `fcfs`, or `priority` (lower first, then first come; the worst is preempted first)
     max_queue               most sequences that may wait (n samples count n); None: no limit
     quotas                  tenant -> most blocks its sequences may hold together
+    speculative_tokens      most tokens drafted ahead for a sequence and verified in the same step; 0: none
+    speculative_limit       most tokens of decodes and drafts together in a step that drafts: as long as a step takes
+                            its time to read the weights, more tokens cost little; on a CPU that is up to about 16
     """
 
     max_model_len: int
@@ -49,6 +54,8 @@ class SchedulerConfig:
     order: str = "fcfs"
     max_queue: int | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)
+    speculative_tokens: int = 0
+    speculative_limit: int = 16
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

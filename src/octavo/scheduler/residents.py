@@ -17,7 +17,7 @@ from octavo.types import Sequence, Status
 @dataclass(slots=True)
 class Totals:
     """Counters since the start. `recomputed` of the `discarded` tokens had to be computed again; the prefix cache
-    kept the others. Hits count once, at first admission."""
+    kept the others. Hits count once, at first admission. `computed` counts drafted tokens, right or wrong."""
 
     preemptions: int = 0
     discarded: int = 0
@@ -32,6 +32,8 @@ class Totals:
     refused: int = 0
     expired: int = 0
     finished: int = 0
+    drafted: int = 0
+    drafts_accepted: int = 0
 
 
 class Residents:
@@ -54,7 +56,7 @@ class Residents:
 
     # -- asking and taking --------------------------------------------------------------------------------------------
 
-    def ask(self, seq: Sequence, upto: int, keys: Seq[BlockKey] = (), hold_back: int = 0) -> Ask:
+    def ask(self, seq: Sequence, upto: int, keys: Seq[BlockKey] = (), hold_back: int = 0, lookahead: int = 0) -> Ask:
         request, length = seq.request, seq.request.output_length
         return Ask(
             seq=seq.id,
@@ -65,6 +67,7 @@ class Residents:
             keys=keys,
             hold_back=hold_back,
             quota=self._quota_left(seq),
+            lookahead=lookahead,
         )
 
     def _quota_left(self, seq: Sequence) -> int | None:
@@ -117,9 +120,7 @@ class Residents:
             return False
         self.seal(seq)
         while True:
-            # A protected sequence was admitted with room to its end: nothing is held back from it.
-            hold_back = 0 if seq.id in self.protected else self.held_for_protected()
-            quote = self.kv.quote(self.ask(seq, upto, hold_back=hold_back))
+            quote = self.kv.quote(self.ask(seq, upto, hold_back=self._held_from(seq)))
             if quote.ok:
                 self._take(seq, quote)
                 return True
@@ -145,6 +146,29 @@ class Residents:
             self.preempt(victim, by=seq)
             if victim is seq:
                 return False
+
+    def _held_from(self, seq: Sequence) -> int:
+        """A protected sequence was admitted with room to its end: nothing is held back from it."""
+        return 0 if seq.id in self.protected else self.held_for_protected()
+
+    def look_ahead(self, seq: Sequence, drafts: int) -> int:
+        """Get slots for drafts behind the next token, without taking anything from anybody; for how many. They are gone
+        with the next `seal`."""
+        self.seal(seq)
+        certain, hold_back = seq.computed + 1, self._held_from(seq)
+        for count in (drafts, min(drafts, seq.slots - certain)):
+            if count > 0:
+                quote = self.kv.quote(self.ask(seq, certain + count, hold_back=hold_back, lookahead=count))
+                if quote.ok:
+                    self._take(seq, quote)
+                    return count
+        return 0
+
+    def drop_lookahead(self, seq: Sequence) -> None:
+        """The drafts are judged: blocks that only rejected ones needed go back."""
+        self.seal(seq)
+        assert seq.view is not None
+        seq.slots = len(seq.view.tables[0]) * self.kv.block_size
 
     def preempt(self, victim: Sequence, by: Sequence, *, counted: bool = True) -> None:
         """Take all of its memory back; it keeps its tokens and computes them again when readmitted. `counted`:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from octavo import events as ev
 from octavo.kv.api import KVManager, Ledger, longest_length
@@ -15,17 +15,19 @@ from octavo.scheduler.accept import ceiling_of, check_room
 from octavo.scheduler.config import SchedulerConfig, SchedulerConfigError
 from octavo.scheduler.explain import Cause, Wait
 from octavo.scheduler.residents import Residents
+from octavo.scheduler.speculation import Speculation
 from octavo.scheduler.waiting import WaitingRoom
 from octavo.types import FinishReason, Request, RequestError, Sequence, Status
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What one sequence got out of a step: the new token (None: none) and whether it ended."""
+class Progress(NamedTuple):
+    """What one sequence got out of a step: a new token (None: none) and whether it ended with it. Who gained several
+    tokens has one of these for each: `nth` counts them."""
 
     seq: Sequence
     token: int | None
     finished: FinishReason | None
+    nth: int = 0
 
 
 class Scheduler:
@@ -53,6 +55,7 @@ class Scheduler:
         self._digest = digest
         self._residents = Residents(config, kv, sink)
         self._waiting = WaitingRoom(self._residents, sink)
+        self._speculation = Speculation(config, self._residents) if config.speculative_tokens else None
         self._next_id = 0
         self._ended_early: list[Progress] = []
         self._longest = longest_length(kv)
@@ -181,6 +184,8 @@ class Scheduler:
         seq.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._waiting.predictor.learn(seq.generated)
+        if self._speculation is not None:
+            self._speculation.forget(seq)
         self.totals.finished += 1
         self._sink(ev.Finished(self.steps, seq.id, reason.value, len(seq.tokens), released))
         if all(other.status is Status.FINISHED for other in self.requests[seq.request.id]):
@@ -188,11 +193,15 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan:
-        """Decide the next step. Decodes first, then prompt chunks of running sequences, then new ones."""
+    def plan(self, now: float, budget: int | None = None) -> StepPlan:
+        """Decide the next step. Decodes first, then prompt chunks of running sequences, then new ones, then drafts.
+
+        `budget`: most prompt tokens in a step in which anybody decodes, so that those need not wait long for their next
+        token. A block of them is always computed, and never more than `max_num_batched_tokens` allows.
+        """
         residents = self._residents
         self.last_step = now
-        self._sink(ev.PlanBegan(residents.step, now))
+        self._sink(ev.PlanBegan(residents.step, now, budget))
         for seq in self._waiting.overdue(now):
             self._expire(seq, now)
         work: dict[int, SeqWork] = {}
@@ -203,10 +212,12 @@ class Scheduler:
                 chunks.append(seq)
             elif computed < seq.slots or residents.grow(seq, computed + 1):
                 work[seq.id] = SeqWork(seq, computed, 1, seq.draws)
-        budget = self.config.max_num_batched_tokens - len(work)
+        left = self.config.max_num_batched_tokens - len(work)
+        if budget is not None and work:
+            left = min(left, max(budget, self.kv.block_size))
         for seq in chunks:
-            if budget > 0:
-                budget -= self._chunk(seq, budget, work)
+            if left > 0:
+                left -= self._chunk(seq, left, work)
         for seq in residents.outgrown:
             self._finish(seq, FinishReason.LENGTH)
             self._ended_early.append(Progress(seq, None, FinishReason.LENGTH))
@@ -216,9 +227,11 @@ class Scheduler:
                 work.pop(seq.id, None)
             self._requeue_victims()
         elif self._waiting:
-            for seq, count in self._waiting.offer(budget, now):
+            for seq, count in self._waiting.offer(left, now):
                 end = seq.computed + count
                 work[seq.id] = SeqWork(seq, seq.computed, count, seq.draws if end == len(seq.tokens) else ())
+        if self._speculation is not None:
+            self._speculation.extend(work)
         return self._planned(now, work)
 
     def _planned(self, now: float, work: dict[int, SeqWork]) -> StepPlan:
@@ -228,7 +241,8 @@ class Scheduler:
         residents.step += 1
         if not plan.empty:
             log = tuple((w.seq.id, w.start, w.count, len(w.samples)) for w in plan.work)
-            self._sink(ev.Planned(plan.index, now, log, plan.copies))
+            drafts = () if self._speculation is None else tuple((w.seq.id, w.draft) for w in plan.work if w.draft)
+            self._sink(ev.Planned(plan.index, now, log, plan.copies, drafts))
         return plan
 
     def _chunk(self, seq: Sequence, budget: int, work: dict[int, SeqWork]) -> int:
@@ -255,7 +269,7 @@ class Scheduler:
         """Take the step's tokens: advance, publish full blocks, fork what waited for it, end what has ended.
 
         `on_written` is called when the step's KV is real and nothing has been given back yet: the moment at which the
-        memory is as full as the step made it.
+        memory is as full as the step made it. Drafts are judged after it.
         """
         self._sink(ev.Settled(plan.index, now, result.tokens))
         if plan.copies:
@@ -264,9 +278,13 @@ class Scheduler:
         if on_written is not None:
             on_written()
         out, self._ended_early = self._ended_early, []
-        for (seq, _, _, samples), drawn in zip(plan.work, result.tokens, strict=True):
+        for (seq, _, count, samples, draft), drawn in zip(plan.work, result.tokens, strict=True):
             if seq.status is not Status.RUNNING:
                 continue  # aborted while the step ran
+            if draft:
+                self.totals.computed += count
+                out += self._judge(seq, draft, drawn)
+                continue
             if len(samples) > 1:
                 for child in self._residents.fork(seq, samples):
                     self._waiting.add(child)
@@ -281,8 +299,8 @@ class Scheduler:
     def _written(self, plan: StepPlan) -> None:
         """The KV of the plan's tokens is real."""
         residents, size, windowed, totals = self._residents, self.kv.block_size, self.kv.windowed, self.totals
-        for seq, start, count, _ in plan.work:
-            if seq.status is not Status.RUNNING:
+        for seq, start, count, _, draft in plan.work:
+            if draft or seq.status is not Status.RUNNING:
                 continue
             seq.computed = end = start + count
             totals.computed += count
@@ -309,7 +327,22 @@ class Scheduler:
         self.kv.done(plan.copies)
         return ended
 
-    def _advance(self, seq: Sequence, token: int) -> Progress:
+    def _judge(self, seq: Sequence, draft: tuple[int, ...], run: tuple[int, ...]) -> list[Progress]:
+        """The step has verified a draft: take the tokens gained, up to where the sequence ends. The KV of all but the
+        last is real."""
+        out: list[Progress] = []
+        for nth, token in enumerate(run):
+            seq.computed = seq.high_water = len(seq.tokens)
+            out.append(self._advance(seq, token, nth))
+            if seq.status is not Status.RUNNING:
+                break
+        else:
+            self._residents.drop_lookahead(seq)
+        assert self._speculation is not None
+        self._speculation.judged(seq, len(draft), min(len(out), len(run) - 1))
+        return out
+
+    def _advance(self, seq: Sequence, token: int, nth: int = 0) -> Progress:
         seq.tokens.append(token)
         self.totals.generated += 1
         reason = None
@@ -320,7 +353,7 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(seq, reason)
-        return Progress(seq, token, reason)
+        return Progress(seq, token, reason, nth)
 
     # -- explaining ---------------------------------------------------------------------------------------------------
 
@@ -373,4 +406,5 @@ class Scheduler:
             available = self.kv.free + self.kv.evictable + waits_for_copies
             require(available == self.kv.capacity, "all memory is available at rest")
             left = residents.in_flight or residents.protected or not self._waiting.at_rest
-            require(not left, "nothing is left behind")
+            drafting = self._speculation is not None and not self._speculation.at_rest
+            require(not left and not drafting, "nothing is left behind")

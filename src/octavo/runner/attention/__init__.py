@@ -99,6 +99,19 @@ class LayerCache:
         return self.store.v[self.shape.layer]
 
     @property
+    def k_scales(self) -> torch.Tensor:
+        """Only where `shape.scale_bytes`."""
+        return self.store.k_scales[self.shape.layer]
+
+    @property
+    def v_scales(self) -> torch.Tensor:
+        return self.store.v_scales[self.shape.layer]
+
+    def read(self, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVStore.read`."""
+        return self.store.read(self.shape.layer, blocks, dtype)
+
+    @property
     def plan(self) -> Any:
         assert self.current.batch is not None
         return self.current.batch.plans[self.group]
@@ -131,11 +144,11 @@ class LayerCache:
         if shape.window is None and window is not None and window >= self.longest:
             window = None  # a window that no sequence can fill
         found = (key.shape[0], key.shape[2], value.shape[2], window)
-        if found != (shape.kv_heads, shape.k_dim, shape.v_dim, shape.window) or key.dtype != self.k.dtype:
+        if found != (shape.kv_heads, shape.k_dim, shape.v_dim, shape.window):
             raise ModelError(
-                f"layer {self.layer}: the model produces (KV heads, K dim, V dim, window) = {found} in {key.dtype}, "
-                f"the cache is laid out for {(shape.kv_heads, shape.k_dim, shape.v_dim, shape.window)} in "
-                f"{self.k.dtype}; its config is read wrongly, please report the model."
+                f"layer {self.layer}: the model produces (KV heads, K dim, V dim, window) = {found}, the cache is "
+                f"laid out for {(shape.kv_heads, shape.k_dim, shape.v_dim, shape.window)}; its config is read "
+                "wrongly, please report the model."
             )
 
 

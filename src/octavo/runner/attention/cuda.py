@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.models.errors import ModelError
 from octavo.runner.attention import LayerCache, Row, Scoring
 from octavo.runner.attention.reference import ReferenceAttention, ReferencePlan
 
@@ -74,6 +75,11 @@ class CudaAttention:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, scoring: Scoring
     ) -> torch.Tensor:
+        if cache.shape.scale_bytes:
+            raise ModelError(
+                f"the CUDA kernel does not read an int8 or fp8 KV cache ({cache.k.dtype} here): set kv_dtype to auto, "
+                "bfloat16 or float16, or device to cpu."
+            )
         plan: CudaPlan = cache.plan
         if not self._fits(query, cache, scoring, plan):
             return self.reference.attend(query, key, value, cache, scoring, plan.reference)
@@ -101,6 +107,7 @@ class CudaAttention:
         return (
             query.is_cuda
             and query.dtype in (torch.float16, torch.bfloat16)
+            and query.dtype == cache.k.dtype
             and scoring.softcap is None
             and scoring.sinks is None
             and shape.k_dim == shape.v_dim <= _MAX_DIM

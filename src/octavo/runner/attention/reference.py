@@ -2,7 +2,8 @@
 
 It reads K and V through the block table: only blocks that hold positions the queries can see, never an entry of -1.
 Sequences that compute one token are batched in buckets of similar length; padding exists only inside that gather and
-is masked. Sequences that compute several tokens are done one by one.
+is masked. Sequences that compute several tokens are done one by one. A cache in another dtype than the model's is read
+as values of the query's dtype, this step's own K and V included: what attention sees never depends on the chunks.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class ReferenceAttention:
             out[bucket.tokens] = _decode(query[:, bucket.tokens], cache, bucket, scoring)
         for span in plan.spans:
             at = slice(span.row.offset, span.row.offset + span.row.count)
-            if span.row.start == 0 and cache.writes:  # the whole context is in this very step
+            if span.row.start == 0 and cache.writes and cache.k.dtype == key.dtype:  # all of it is in this very step
                 k, v = key[:, at], value[:, at]
             else:
-                k, v = _gather(cache, span)
+                k, v = _gather(cache, span, query.dtype)
             out[at] = _prefill(query[:, at], k, v, span.mask, scoring).transpose(0, 1)
         return out
 
@@ -163,7 +164,7 @@ def _decode(query: torch.Tensor, cache: LayerCache, bucket: Bucket, scoring: Sco
     query [heads, n, k_dim] → [n, heads, v_dim].
     """
     heads, n, dim = query.shape
-    k, v = _pages(cache.k, bucket), _pages(cache.v, bucket)  # [n, pages, kv_heads, page, dim]
+    k, v = (_pages(read, bucket) for read in cache.read(bucket.blocks, query.dtype))  # [n, pages, kv_heads, page, dim]
     pages, kv_heads, page = k.shape[1:4]
     grouped = query.transpose(0, 1).reshape(n, 1, kv_heads, heads // kv_heads, dim)
     scores = torch.matmul(grouped, k.transpose(-1, -2))  # [n, pages, kv_heads, group, page]
@@ -173,20 +174,20 @@ def _decode(query: torch.Tensor, cache: LayerCache, bucket: Bucket, scoring: Sco
     return torch.matmul(weights, v).sum(1).view(n, heads, v.shape[-1])
 
 
-def _pages(view: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+def _pages(blocks: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     """The bucket's blocks as [n, pages, kv_heads, page, dim]; small blocks are joined into one page."""
-    heads, block, dim = view.shape[1:]
+    heads, block, dim = blocks.shape[1:]
     n = len(bucket.tokens)
-    picked = view.index_select(0, bucket.blocks).view(n, bucket.width, heads, block, dim)
+    picked = blocks.view(n, bucket.width, heads, block, dim)
     if block >= _SMALL_BLOCK:
         return picked
     return picked.transpose(1, 2).reshape(n, 1, heads, bucket.width * block, dim)
 
 
-def _gather(cache: LayerCache, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(cache: LayerCache, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of positions [span.first, length) as [kv_heads, positions, dim]."""
     count = span.row.length - span.first
-    k, v = (view.index_select(0, span.blocks).transpose(0, 1).flatten(1, 2)[:, :count] for view in (cache.k, cache.v))
+    k, v = (read.transpose(0, 1).flatten(1, 2)[:, :count] for read in cache.read(span.blocks, dtype))
     return k, v
 
 

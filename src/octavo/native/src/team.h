@@ -1,0 +1,64 @@
+// The threads of one parallel region: a spinning barrier, and tickets by which they share work.
+#pragma once
+#include <omp.h>
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+
+namespace OCTAVO_ISA {
+
+// Made once per parallel region and shared by its threads. Work is dealt by tickets and not in fixed shares, so that a
+// thread that another process holds up does not hold up the rest.
+class Team {
+ public:
+  explicit Team(int threads) : threads_(threads) {}
+
+  int threads() const { return threads_; }
+
+  // Every thread waits for all others. `Alone` runs on one of them before the others go on.
+  template <class Alone>
+  void barrier(Alone alone) {
+    const uint32_t phase = phase_.load(std::memory_order_acquire);
+    if (waiting_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+      waiting_.store(0, std::memory_order_relaxed);
+      next_.store(0, std::memory_order_relaxed);
+      alone();
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+      if (spins < 4000) pause();
+      else sched_yield();  // somebody else has the core that the last thread needs
+    }
+  }
+
+  // Items [0, n) in runs of `grain`, each to one thread; a barrier follows. f(first, last).
+  template <class F, class Alone>
+  void share(int n, int grain, F f, Alone alone) {
+    for (int at; (at = next_.fetch_add(grain, std::memory_order_relaxed)) < n;) f(at, at + grain < n ? at + grain : n);
+    barrier(alone);
+  }
+
+  int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+
+  const int threads_;
+  alignas(64) std::atomic<int> waiting_{0};
+  alignas(64) std::atomic<int> next_{0};
+  alignas(64) std::atomic<uint32_t> phase_{0};
+};
+
+inline double seconds_now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+}  // namespace OCTAVO_ISA
