@@ -9,6 +9,7 @@ COMMANDS = {
     "run": "Answer a prompt with a model, streaming the text.",
     "size": "What the KV cache of a model costs, and what fits a device.",
     "compare": "The same requests through the real engine under each placement strategy.",
+    "bench": "How fast a model runs here, and how far that is from what the machine allows.",
 }
 
 

@@ -129,11 +129,12 @@ def describe(loaded: LoadedModel) -> str:
 
 def machine_line() -> str:
     """The processor or GPU, its cores and the torch build, as the report shows them."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return f"{device}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -59,6 +59,17 @@ def tiny_subject(name: str, new: int = 24) -> Subject:
 
 
 @cache
+def native_subject(name: str, new: int = 24) -> Subject:
+    """The same for the native code, which must be able to run the model."""
+    module = tiny_module(name)
+    prompts = random_prompts(199, LENGTHS)
+    wanted = [reference(module, prompt, new) for prompt in prompts]
+    model = loaded(name, module, None, torch.device("cpu"), native=True)
+    assert model.native is not None, model.not_native
+    return Subject(model, prompts, wanted, new)
+
+
+@cache
 def real_subject(name: str, lengths: tuple[int, ...], new: int) -> Subject:
     model = load_model(name, dtype="float32", device="cpu")
     prompts = random_prompts(model.vocab_size, lengths)

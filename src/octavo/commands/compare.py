@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.commands.outputs import make_folder, same, try_writing
+
 if TYPE_CHECKING:
     from octavo.report.comparison import Comparison
 
@@ -29,6 +31,12 @@ def compare(
     kv_dtype: Annotated[
         str, typer.Option(help="auto (the model's), float32, bfloat16, float16, int8 or fp8: how KV is stored.")
     ] = "auto",
+    weights: Annotated[str, typer.Option(help="auto, int8, int8_group, int4 or int4_affine.")] = "auto",
+    implementation: Annotated[str, typer.Option(help="auto, native or transformers.")] = "auto",
+    itl_target: Annotated[
+        float | None, typer.Option(help="Seconds that a running stream should wait for its next token at most.")
+    ] = None,
+    speculative_tokens: Annotated[int, typer.Option(help="Most tokens drafted by prompt lookup; 0: none.")] = 0,
     report: Annotated[Path, typer.Option(help="Where the HTML report goes; the JSON lies beside it.")] = Path(
         "octavo-compare.html"
     ),
@@ -53,15 +61,19 @@ def compare(
         dtype=dtype,
         device=device,
         kv_dtype=kv_dtype,
+        weights=weights,
+        implementation=implementation,
+        itl_target=itl_target,
+        speculative_tokens=speculative_tokens,
     )
     scaled = f", lengths times {length_scale:g}" if length_scale != 1 else ""
     scaled += f", arrival times times {time_scale:g}" if time_scale != 1 else ""
     source = f"{len(items)} requests of {workload.name}{scaled}"
-    _make_folder(report.parent, "report")
+    make_folder(report.parent, "report")
     for path in (report, report.with_suffix(".json")):
-        _try_writing(path)
+        try_writing(path, "report")
     if log is not None:
-        _make_folder(log, "log")
+        make_folder(log, "log")
     from octavo.comparing import run_comparison  # only now: bad input need not wait for torch
 
     comparison = run_comparison(config, names, items, source, log)
@@ -103,7 +115,7 @@ def _check_outputs(report: Path, workload: Path, log: Path | None, names: tuple[
     for path in (report, report.with_suffix(".json")):
         if os.path.isdir(path):
             raise OctavoError(f"report would be written to {str(path)!r}, which is a folder; give another name.")
-        if _same(path, workload):
+        if same(path, workload):
             raise OctavoError(f"report would overwrite the workload {str(workload)!r}; give another name.")
         if log is not None and (os.path.realpath(log) + os.sep).startswith(os.path.realpath(path) + os.sep):
             raise OctavoError(f"log {str(log)!r} needs a folder where the report writes {str(path)!r}; rename one.")
@@ -112,41 +124,8 @@ def _check_outputs(report: Path, workload: Path, log: Path | None, names: tuple[
     if os.path.exists(log) and not os.path.isdir(log):
         raise OctavoError(f"log is {str(log)!r}, which is a file; it must be a folder: give another name.")
     for name in names:
-        if _same(log / f"{name}.jsonl", workload):
+        if same(log / f"{name}.jsonl", workload):
             raise OctavoError(f"log {str(log)!r} would overwrite the workload {str(workload)!r}; give another folder.")
-
-
-def _same(one: Path, other: Path) -> bool:
-    """Whether both names are one file, by whatever way they lead there."""
-    if os.path.realpath(one) == os.path.realpath(other):
-        return True
-    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
-
-
-def _make_folder(folder: Path, option: str) -> None:
-    from octavo.errors import OctavoError
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OctavoError(
-            f"{option} needs the folder {str(folder)!r}, which cannot be made ({error.strerror}); give another path."
-        ) from error
-
-
-def _try_writing(path: Path) -> None:
-    """Open the file as it will be written, changing nothing."""
-    from octavo.errors import OctavoError
-
-    new = not os.path.exists(path)
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise OctavoError(
-            f"report cannot be written to {str(path)!r} ({error.strerror}); give another name."
-        ) from error
-    if new:
-        path.unlink()
 
 
 def _write(comparison: Comparison, report: Path) -> None:

@@ -19,6 +19,8 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    weights: Annotated[str, typer.Option(help="auto, int8, int8_group, int4 or int4_affine.")] = "auto",
+    implementation: Annotated[str, typer.Option(help="auto, native or transformers.")] = "auto",
     kv_dtype: Annotated[
         str, typer.Option(help="auto (the model's), float32, bfloat16, float16, int8 or fp8: how KV is stored.")
     ] = "auto",
@@ -37,6 +39,8 @@ def run(
         model,
         dtype=dtype,
         device=device,
+        weights=weights,
+        implementation=implementation,
         kv_dtype=kv_dtype,
         kv_strategy=kv_strategy,
         kv_memory=kv_memory,

@@ -43,6 +43,9 @@ class Model(Structure):
         ("embedding", Linear),
         ("head", Linear),
         ("final_norm", c_void_p),
+        ("frequencies", c_void_p),
+        ("n_ropes", c_int32),
+        ("rotary_half", c_int32),
         *((name, c_int32) for name in ("n_layers", "hidden", "intermediate", "vocabulary")),
         *((name, c_int32) for name in ("activation", "compute", "kv_type", "threads")),
         *((name, c_float) for name in ("eps", "embedding_scale", "logit_softcap", "residual_scale")),
@@ -61,9 +64,9 @@ class Batch(Structure):
 class Step(Structure):
     _fields_ = (
         ("batch", Batch),
-        *((name, c_void_p) for name in ("ids", "cos", "sin", "rows")),
+        *((name, c_void_p) for name in ("ids", "rows")),
         ("n_rows", c_int32),
-        ("rotary_half", c_int32),
+        ("pad", c_int32),
         *((name, c_void_p) for name in ("logits", "argmax", "scratch")),
         ("scratch_bytes", c_int64),
         ("seconds", POINTER(c_double)),

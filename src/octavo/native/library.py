@@ -24,7 +24,7 @@ from pathlib import Path
 
 from octavo.errors import OctavoError
 
-ABI = 1  # OCTAVO_ABI in src/octavo.h; both are raised when a struct or an exported function changes
+ABI = 2  # OCTAVO_ABI in src/octavo.h; both are raised when a struct or an exported function changes
 ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
 BESIDE = Path(__file__).with_name("liboctavo.so")
 REMEDY = 'run "make native" in a checkout or reinstall octavo'

@@ -30,25 +30,31 @@ def render_page(comparison: Comparison, json_name: str) -> str:
     """The page as text; `json_name`: file name of the JSON beside it."""
     parts = {
         "title": escape(comparison.title),
-        "style": _asset("style.css"),
+        "style": asset("style.css"),
         "axis": AXIS,
-        "script": '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();",
+        "script": '(() => {\n"use strict";\n' + "\n".join(asset(name) for name in SCRIPTS) + "\n})();",
         "subtitle": _subtitle(comparison),
         "verdict": _verdict(comparison.verdict),
         "summary_table": _summary_table(comparison.summaries),
         "ledger_table": _ledger_table(comparison.summaries),
         "waiting_table": _waiting_table(comparison.summaries),
         "facts": _facts(comparison, json_name),
-        "data": _json_for_html(pack(comparison)),
+        "data": json_for_html(pack(comparison)),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], _asset("template.html"))
+    return fill("template.html", parts)
 
 
-def _asset(name: str) -> str:
+def fill(template: str, parts: Mapping[str, str]) -> str:
+    """A page from its template: each {{name}} becomes the part of that name."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], asset(template))
+
+
+def asset(name: str) -> str:
+    """The text of a file that the pages are made of."""
     return resources.files("octavo.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def _json_for_html(value: object) -> str:
+def json_for_html(value: object) -> str:
     """JSON that can stand inside a script element whatever its strings hold."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

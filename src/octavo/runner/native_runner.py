@@ -14,21 +14,13 @@ from numpy.typing import NDArray
 from octavo.kv.groups import LayerKV, Layout
 from octavo.models.errors import ModelError
 from octavo.native import calls
-from octavo.native.model import NativeModel
+from octavo.native.model import KV_TYPES, NativeModel
 from octavo.runner.api import SeqWork, StepPlan, StepResult, TokenLogprobs
-from octavo.runner.drawing import draw, flat_positions, flat_tokens, rows_to_sample
+from octavo.runner.drawing import draw, flat_tokens, rows_to_sample
 from octavo.runner.profile import StepProfile
 from octavo.runner.sampler import Draw, Sampler, describe
 from octavo.runner.store import KVStore
 from octavo.types import Sequence
-
-KV_TYPES = {
-    torch.float32: calls.F32,
-    torch.bfloat16: calls.BF16,
-    torch.float16: calls.F16,
-    torch.int8: calls.I8,
-    torch.float8_e4m3fn: calls.FP8,
-}
 
 
 class NativeRunner:
@@ -57,8 +49,13 @@ class NativeRunner:
         self._model.layers = self._layers
         self._model.kv_type = KV_TYPES[kv_dtype]
         self._scratch = np.empty(0, np.uint8)
+        self._room = (0, 0, 0)  # tokens, sequences, logit rows for which the scratch memory is large enough
         self._seconds = (ctypes.c_double * len(calls.PARTS))()
-        self._half = max((len(f) for f in model.spec.frequencies), default=0)
+        self._call = calls.Step(seconds=self._seconds)
+        batch = self._call.batch
+        batch.kv, batch.page_bytes = self.store.buffer.data_ptr(), layout.page_bytes
+        batch.block_size, batch.n_groups = layout.block_size, len(layout.groups)
+        self._model_pointer, self._call_pointer = ctypes.byref(self._model), ctypes.byref(self._call)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Execute the plan: copies in order, then all work as one batch.
@@ -66,18 +63,26 @@ class NativeRunner:
         Raises OctavoError for a plan that cannot be run; no sequence has changed then.
         """
         begin = time.perf_counter()
-        self.store.apply(plan.copies)
+        if plan.copies:
+            self.store.apply(plan.copies)
         if not plan.work:
             return StepResult(())
         work = plan.work
         sampled = rows_to_sample(work)
         prompts = _prompt_rows(work)
-        rows = np.concatenate([sampled, *prompts.values()]).astype(np.int32)
+        rows, places = sampled, None
+        if prompts:
+            rows, places = np.unique(np.concatenate([sampled, *prompts.values()]), return_inverse=True)
         greedy = not prompts and all(_plain(w) for w in work)
-        logits, argmax = self._step(work, rows, greedy)
+        logits, argmax = self._step(work, rows.astype(np.int32), greedy)
         computed = time.perf_counter()
-        tokens, logprobs = draw(work, logits[: len(sampled)], self.sampler, argmax if greedy else None)
-        prompt_logprobs = _describe_prompts(work, prompts, logits[len(sampled) :])
+        if greedy:
+            tokens, logprobs = draw(work, logits, self.sampler, argmax)
+            prompt_logprobs = {}
+        else:
+            own = logits if places is None else logits[torch.from_numpy(places[: len(sampled)])]
+            tokens, logprobs = draw(work, own, self.sampler)
+            prompt_logprobs = {} if places is None else _describe_prompts(work, prompts, logits, places[len(sampled) :])
         self.profile = self._profiled(work, len(rows), begin, computed)
         return StepResult(tokens, logprobs, prompt_logprobs)
 
@@ -93,37 +98,33 @@ class NativeRunner:
         return size
 
     def _step(self, work: tuple[SeqWork, ...], rows: NDArray[np.int32], greedy: bool) -> tuple[Any, NDArray[np.int32]]:
-        """Logits of `rows` (empty when only the best tokens are wanted) and the best token of each."""
-        ids, positions = flat_tokens(work), flat_positions(work)
-        starts = np.fromiter((w.start for w in work), np.int32, len(work))
+        """Logits of `rows` (ascending; empty when only the best tokens are wanted) and the best token of each."""
+        ids, tables = flat_tokens(work), self._tables(work)
+        counts = np.array([[w.start, w.count] for w in work], np.int32)
+        starts = np.ascontiguousarray(counts[:, 0])
         offsets = np.zeros(len(work) + 1, np.int32)
-        np.cumsum([w.count for w in work], out=offsets[1:])
-        tables = self._tables(work)
-        cos, sin = self._angles(positions)
-        vocabulary = self.model.spec.vocabulary
-        logits = torch.empty(0 if greedy else len(rows), vocabulary)
+        np.cumsum(counts[:, 1], out=offsets[1:])
+        logits = torch.empty(0 if greedy else len(rows), self.model.spec.vocabulary)
         argmax = np.empty(len(rows), np.int32)
-        step = calls.Step()
-        batch = step.batch
-        batch.kv, batch.page_bytes = self.store.buffer.data_ptr(), self.layout.page_bytes
-        batch.block_size, batch.n_seqs, batch.n_tokens = self.layout.block_size, len(work), len(ids)
-        batch.n_groups, batch.table_width = tables.shape[0], tables.shape[2]
-        batch.starts, batch.offsets, batch.tables = starts.ctypes.data, offsets.ctypes.data, tables.ctypes.data
-        step.ids, step.rows, step.n_rows = ids.ctypes.data, rows.ctypes.data, len(rows)
-        step.cos, step.sin, step.rotary_half = cos.ctypes.data, sin.ctypes.data, self._half
-        step.logits, step.argmax = None if greedy else logits.data_ptr(), argmax.ctypes.data
-        step.scratch, step.scratch_bytes = self._scratch_for(len(ids), len(work), len(rows))
+        step, batch = self._call, self._call.batch
+        batch.n_seqs, batch.n_tokens, batch.table_width = len(work), len(ids), tables.shape[2]
+        batch.starts, batch.offsets, batch.tables = _address(starts), _address(offsets), _address(tables)
+        step.ids, step.rows, step.n_rows = _address(ids), _address(rows), len(rows)
+        step.logits, step.argmax = None if greedy else logits.data_ptr(), _address(argmax)
+        self._reserve_scratch(len(ids), len(work), len(rows))
         ctypes.memset(self._seconds, 0, ctypes.sizeof(self._seconds))
-        step.seconds = self._seconds
-        if self._handle.octavo_step(ctypes.byref(self._model), ctypes.byref(step)):
+        if self._handle.octavo_step(self._model_pointer, self._call_pointer):
             raise ModelError("the native step did not fit its scratch memory; please report this.")
         return logits, argmax
 
-    def _scratch_for(self, tokens: int, seqs: int, rows: int) -> tuple[int, int]:
-        need = self.scratch_bytes(tokens, seqs, rows)
-        if len(self._scratch) < need:
-            self._scratch = np.empty(need, np.uint8)
-        return self._scratch.ctypes.data, len(self._scratch)
+    def _reserve_scratch(self, tokens: int, seqs: int, rows: int) -> None:
+        """Grow the working memory to what the step needs. Sizes are rounded up so that it seldom has to grow."""
+        if tokens > self._room[0] or seqs > self._room[1] or rows > self._room[2]:
+            self._room = tuple(
+                max(had, 1 << (need - 1).bit_length()) for had, need in zip(self._room, (tokens, seqs, rows), strict=True)
+            )
+            self._scratch = np.empty(self.scratch_bytes(*self._room), np.uint8)
+            self._call.scratch, self._call.scratch_bytes = self._scratch.ctypes.data, len(self._scratch)
 
     def _tables(self, work: tuple[SeqWork, ...]) -> NDArray[np.int32]:
         """Block tables [groups, sequences, blocks]. Raises ModelError if a token of the step has no block."""
@@ -143,14 +144,6 @@ class NativeRunner:
                     f"{w.start + w.count - 1}."
                 )
         return tables
-
-    def _angles(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """cos and sin [kinds of rope, tokens, half]."""
-        kinds = self.model.spec.frequencies
-        angles = np.zeros((len(kinds), len(positions), self._half), np.float32)
-        for i, frequencies in enumerate(kinds):
-            angles[i, :, : len(frequencies)] = positions.astype(np.float32)[:, None] * frequencies
-        return np.cos(angles), np.sin(angles)
 
     def _profiled(self, work: tuple[SeqWork, ...], rows: int, begin: float, computed: float) -> StepProfile:
         end = time.perf_counter()
@@ -207,12 +200,22 @@ def _prompt_rows(work: tuple[SeqWork, ...]) -> dict[int, NDArray[np.int64]]:
 
 
 def _describe_prompts(
-    work: tuple[SeqWork, ...], prompts: dict[int, NDArray[np.int64]], logits: torch.Tensor
+    work: tuple[SeqWork, ...],
+    prompts: dict[int, NDArray[np.int64]],
+    logits: torch.Tensor,
+    places: NDArray[np.int64],
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """`places`: rows of `logits` of the prompt rows, one after the other."""
     out, at = {}, 0
     for i, rows in prompts.items():
         w, top = work[i], work[i].seq.request.params.prompt_logprobs
         targets = w.seq.tokens[w.start + 1 : w.start + 1 + len(rows)]
-        out[w.seq.id] = tuple(describe(logits[at : at + len(rows)], targets, [top or 0] * len(targets)))
+        own = logits[torch.from_numpy(places[at : at + len(rows)])]
+        out[w.seq.id] = tuple(describe(own, targets, [top or 0] * len(targets)))
         at += len(rows)
     return out
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -9,6 +9,7 @@ import torch
 from octavo.errors import OctavoError
 from octavo.kv.api import Copy
 from octavo.kv.groups import LayerKV, Layout, page_layout
+from octavo.native.memory import huge_pages
 from octavo.runner.quantise import dequantise, narrow, quantise
 
 
@@ -46,7 +47,7 @@ class KVStore:
             raise StoreError(f"num_blocks is {num_blocks}; a cache needs at least 1 block.")
         _check(layers, layout, dtype)
         self.layout, self.num_blocks, self.dtype = layout, num_blocks, dtype
-        self.buffer = torch.zeros(num_blocks, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.buffer = _zeros(num_blocks, layout.page_bytes, device)
         self.k: dict[int, torch.Tensor] = {}
         self.v: dict[int, torch.Tensor] = {}
         self.k_scales: dict[int, torch.Tensor] = {}
@@ -109,6 +110,12 @@ class KVStore:
             if abs(copy.src - copy.dst) < copy.n:
                 source = source.clone()
             self.buffer[copy.dst : copy.dst + copy.n] = source
+
+
+def _zeros(num_blocks: int, page_bytes: int, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(num_blocks, page_bytes, dtype=torch.uint8, device=device)
+    return torch.from_numpy(huge_pages(num_blocks * page_bytes)).view(num_blocks, page_bytes)
 
 
 def _check(layers: Sequence[LayerKV], layout: Layout, dtype: torch.dtype) -> None:

@@ -18,6 +18,7 @@ from octavo.models.shapes import cache_dtype, cache_layers
 from octavo.models.tokenizer import first_line
 from octavo.runner.api import SeqWork, StepPlan, StepResult, TokenLogprobs
 from octavo.runner.attention import IMPLEMENTATION, Backend, Batch, Current, LayerCache, Row, register
+from octavo.runner.attention.cpu import CpuAttention, why_not
 from octavo.runner.attention.cuda import CudaAttention, varlen_available
 from octavo.runner.attention.reference import ReferenceAttention
 from octavo.runner.drawing import draw, flat_positions, flat_tokens, rows_to_sample
@@ -47,17 +48,14 @@ class TorchRunner:
         kv_dtype: str = "auto",
     ) -> None:
         """Allocate the KV store and hook the model. `seed` makes requests without one reproducible; `layout` must be
-        that of the layers in `kv_dtype` (see `EngineConfig`).
+        that of the layers in `kv_dtype` (see `EngineConfig`). `backend`: None for the fastest that can serve the model.
 
         Raises ModelError if the architecture does not use transformers' attention interface for all its attention, or
         produces other shapes than its config says: one token is run through the model to see.
         """
         register()
         self.loaded, self.layout = loaded, layout
-        if backend is None:
-            on_cuda = loaded.device.type == "cuda" and varlen_available()
-            backend = CudaAttention() if on_cuda else ReferenceAttention()
-        self.backend = backend
+        self.backend = backend = backend or _backend_for(loaded)
         stored = cache_dtype(kv_dtype, loaded.dtype)
         self._layers = cache_layers(loaded.layers, stored)
         self.store = KVStore(
@@ -218,6 +216,14 @@ class TorchRunner:
                 out[w.seq.id] = tuple(entries)
             offset += w.count
         return out
+
+
+def _backend_for(loaded: LoadedModel) -> Backend:
+    if loaded.device.type == "cuda" and varlen_available():
+        return CudaAttention()
+    heads = getattr(loaded.config.get_text_config(decoder=True), "num_attention_heads", None)
+    native = loaded.device.type == "cpu" and isinstance(heads, int) and not why_not(loaded.layers, heads)
+    return CpuAttention() if native else ReferenceAttention()
 
 
 def _table(work: SeqWork, group: int) -> list[int]:

@@ -67,21 +67,32 @@ ALWAYS f32x16 load_row(const char* p) {
   else return load<f32x16>(p);
 }
 
-// `dim` values of the cache's type at `from`, as f32 or bf16 at `to`. Quantised values stay in units of their scale;
-// fp8 has few enough bits to be a bf16.
+// `n` values of the cache's type at `from`, as f32 or bf16 at `to`. Quantised values stay in units of their scale; both
+// kinds have few enough bits to be a bf16.
+template <bool HALF, int TYPE>
+ALWAYS void convert(const char* from, int n, char* to) {
+  auto at = [&](int i) __attribute__((always_inline)) {
+    if constexpr (TYPE == OCT_F32) return load<f32x16>(from + 4 * i);
+    else if constexpr (TYPE == OCT_BF16) return load_bf16(from + 2 * i);
+    else if constexpr (TYPE == OCT_F16) return load_f16(from + 2 * i);
+    else if constexpr (TYPE == OCT_I8) return load_i8(from + i);
+    else return load_fp8_tiny(from + i) * 0x1p120f;
+  };
+#pragma GCC unroll 4
+  for (int i = 0; i < n; i += 16) {
+    if constexpr (HALF) store(to + 2 * i, to_bf16(at(i)));
+    else store(to + 4 * i, at(i));
+  }
+}
+
 template <bool HALF>
-ALWAYS void convert_row(int type, const char* from, int dim, char* to) {
-  for (int d = 0; d < dim; d += 16) {
-    f32x16 v;
-    switch (type) {
-      case OCT_F32: v = load<f32x16>(from + 4 * d); break;
-      case OCT_BF16: v = load_bf16(from + 2 * d); break;
-      case OCT_F16: v = load_f16(from + 2 * d); break;
-      case OCT_I8: v = load_i8(from + d); break;
-      default: v = load_fp8_tiny(from + d) * 0x1p120f;
-    }
-    if constexpr (HALF) store(to + 2 * d, to_bf16(v));
-    else store(to + 4 * d, v);
+ALWAYS void convert(int type, const char* from, int n, char* to) {
+  switch (type) {
+    case OCT_F32: return convert<HALF, OCT_F32>(from, n, to);
+    case OCT_BF16: return convert<HALF, OCT_BF16>(from, n, to);
+    case OCT_F16: return convert<HALF, OCT_F16>(from, n, to);
+    case OCT_I8: return convert<HALF, OCT_I8>(from, n, to);
+    default: return convert<HALF, OCT_FP8>(from, n, to);
   }
 }
 
@@ -96,38 +107,30 @@ ALWAYS void find_side(const Attention& a, const Task& t, const Plane& plane, int
   const OctBatch& b = *a.batch;
   const int32_t* table = b.tables + ((int64_t)a.group * b.n_seqs + t.seq) * b.table_width;
   const int slots = b.block_size, bytes = plane.dim * kv_bytes(a.kv_type);
-  const bool in_place = a.kv_type == Kernel<HALF>::TYPE && slots % RUN == 0;
-  const int64_t head = (int64_t)t.kv_head * slots;
-  if (in_place) {
-    for (int i = 0; i < TILE / RUN; i++) {
-      const int token = i * RUN < count ? from + i * RUN : from;
-      side->at[i] = (const char*)b.kv + table[token / slots] * b.page_bytes + plane.at + (head + token % slots) * bytes;
-    }
-    return;
-  }
-  const int64_t row = (int64_t)plane.dim * Kernel<HALF>::SIZE;
-  for (int i = 0; i < TILE / RUN; i++) side->at[i] = copies + i * RUN * row;
-  for (int i = 0; i < TILE; i++) {
-    if (i >= count) {
-      memset(copies + i * row, 0, row);
-      side->scale[i] = 0.f;
+  const int64_t head = (int64_t)t.kv_head * slots, row = (int64_t)plane.dim * Kernel<HALF>::SIZE;
+  const bool runs = slots % RUN == 0, in_place = runs && a.kv_type == Kernel<HALF>::TYPE;
+  // In steps of a whole run where blocks hold whole runs, else token by token.
+  const int step = runs ? RUN : 1;
+  for (int i = 0; i < TILE; i += step) {
+    if (i % RUN == 0) side->at[i / RUN] = copies + i * row;
+    if (i >= count || (!runs && from + i < t.from)) {  // a block before a window's first token may be given back
+      if (in_place) side->at[i / RUN] = side->at[0];
+      else memset(copies + i * row, 0, step * row), memset(side->scale + i, 0, step * sizeof(float));
       continue;
     }
     const uint8_t* page = b.kv + table[(from + i) / slots] * b.page_bytes;
     const int64_t index = head + (from + i) % slots;
-    convert_row<HALF>(a.kv_type, (const char*)page + plane.at + index * bytes, plane.dim, copies + i * row);
-    if (kv_scaled(a.kv_type)) side->scale[i] = bf16_to_float(((const bf16*)(page + plane.scale_at))[index]);
+    const char* rows = (const char*)page + plane.at + index * bytes;
+    if (in_place) side->at[i / RUN] = rows;
+    else convert<HALF>(a.kv_type, rows, step * plane.dim, copies + i * row);
+    if (!kv_scaled(a.kv_type)) continue;
+    const bf16* scale = (const bf16*)(page + plane.scale_at) + index;
+    if (runs) store(side->scale + i, load_bf16(scale));
+    else side->scale[i] = bf16_to_float(*scale);
   }
+  // Stale scales of slots that nobody has written may be anything: their tokens must weigh nothing.
+  if (kv_scaled(a.kv_type)) for (int i = count; i < TILE; i++) side->scale[i] = 0.f;
 }
-
-// Rows that will be needed soon, fetched a few lines at a time between other work: a burst of prefetches would fill the
-// core's queue of misses and make it wait.
-struct Stream {
-  const char *at, *end;
-  ALWAYS void step(int lines) {
-    for (; lines > 0 && at < end; lines--, at += 64) prefetch(at);
-  }
-};
 
 // Run `i` of the tile that begins at token `from` of a task whose tokens end at `to`.
 ALWAYS Stream stream_of(const Attention& a, const Task& t, const Plane& plane, int from, int i) {
@@ -428,7 +431,7 @@ ALWAYS void pack_v(const Side& v, int count, int dim, uint32_t* out) {
       }
       const char* row = v.at[t / RUN] + Kernel<HALF>::SIZE * ((t % RUN) * dim + d);
       if constexpr (HALF) {
-        const u32x16 even = __builtin_convertvector(load<u16x16>(row), u32x16), odd = __builtin_convertvector(load<u16x16>(row + 2 * dim), u32x16);
+        const u32x16 even = widen(load<u16x16>(row)), odd = widen(load<u16x16>(row + 2 * dim));
         store(to, even | (odd << 16));
       } else store(to, load<f32x16>(row));
     }
@@ -574,14 +577,26 @@ inline void join_parts(const Attention& a, const Task& s, const Part* parts, con
   }
 }
 
-// The whole attention of one layer, by all threads of a team.
-inline void attend(Team& team, const Attention& a, const Tasks& tasks, Scratch& mine, Part* parts, float* values) {
-  for (int i = team.take(), next; i < tasks.count; i = next) {
+// Fetch the first tile of this thread's first task.
+inline void warm_up(const Attention& a, const Tasks& tasks) {
+  if (Team::me() >= tasks.count) return;
+  const Task& t = tasks.tasks[Team::me()];
+  for (int i = 0; i < TILE / RUN; i++) {
+    stream_of(a, t, Plane{a.k_at, a.k_scale_at, a.k_dim}, t.from / RUN * RUN, i).step(1 << 20);
+    stream_of(a, t, Plane{a.v_at, a.v_scale_at, a.v_dim}, t.from / RUN * RUN, i).step(1 << 20);
+  }
+}
+
+// The whole attention of one layer, by all threads of a team; a barrier with `alone` and `warm` follows.
+template <class Alone>
+void attend(Team& team, const Attention& a, const Tasks& tasks, Scratch& mine, Part* parts, float* values, Alone alone, Stream warm = {nullptr, nullptr}) {
+  for (int i = Team::me(), next; i < tasks.count; i = next) {
     next = team.take();
     run_task(a, tasks.tasks[i], next < tasks.count ? tasks.tasks + next : nullptr, mine, parts, values);
   }
-  team.barrier([] {});
-  if (tasks.split_tasks) team.share(tasks.split_tasks, 1, [&](int i, int) { join_parts(a, tasks.splits[i], parts, values); }, [] {});
+  if (!tasks.split_tasks) return team.barrier(alone, warm);
+  team.barrier([] {}, warm);
+  team.share(tasks.split_tasks, 1, [&](int i, int) { join_parts(a, tasks.splits[i], parts, values); }, alone);
 }
 
 }  // namespace OCTAVO_ISA

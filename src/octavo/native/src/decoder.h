@@ -24,6 +24,7 @@ struct Run {
   Feed feed;                    // inputs of the next linear
   uint8_t* units;               // memory of feed.inputs
   int32_t *seq_of, *position;   // [rows]
+  float *cos, *sin;             // [rows][ropes][rotary_half]
   Tasks* tasks;                 // per layer group with its own window
   Task** task_memory;
   Scratch* scratch;             // [threads]
@@ -78,6 +79,8 @@ inline void lay_out(Run& r, Arena& arena, const OctModel& m, int rows, int seqs,
   r.units = arena.take<uint8_t>(inputs_bytes(rows > logit_rows ? rows : logit_rows, k));
   r.seq_of = arena.take<int32_t>(rows);
   r.position = arena.take<int32_t>(rows);
+  r.cos = arena.take<float>((int64_t)rows * m.n_ropes * m.rotary_half);
+  r.sin = arena.take<float>((int64_t)rows * m.n_ropes * m.rotary_half);
   r.tasks = arena.take<Tasks>(groups);
   r.task_memory = arena.take<Task*>(groups);
   for (int g = 0; g < groups; g++) {
@@ -104,11 +107,11 @@ ALWAYS void feed_row(const Inputs& x, int row, const float* values) {
 }
 
 // f32 rows → inputs, block by block.
-inline void feed_rows(Team& team, Run& r) {
+inline void feed_rows(Team& team, Run& r, const OctLinear& next) {
   const Inputs& x = r.feed.inputs;
   team.share(x.rows, x.stride, [&](int first, int last) {
     for (int row = first; row < last; row++) feed_row(x, row, r.feed.wide + (int64_t)row * x.k);
-  }, [&] { r.spent(OCT_NORM_ROPE); });
+  }, [&] { r.spent(OCT_NORM_ROPE); }, first_panel(next));
 }
 
 ALWAYS float root_mean_square(const float* x, int n, float eps) {
@@ -161,6 +164,15 @@ inline void embed_row(const OctModel& m, int token, float* out) {
     }
     out[i] = v * m.embedding_scale;
   }
+}
+
+// The angles of one token's position, in single precision as the models were trained.
+inline void turn_row(Run& r, int row) {
+  const OctModel& m = *r.model;
+  const int n = m.n_ropes * m.rotary_half;
+  float *cos = r.cos + (int64_t)row * n, *sin = r.sin + (int64_t)row * n;
+  const float position = (float)r.position[row];
+  for (int i = 0; i < n; i++) cos[i] = cosf(position * m.frequencies[i]), sin[i] = sinf(position * m.frequencies[i]);
 }
 
 // Writes one head's vector into its slot. V (and quantised K) that is no finite number becomes 0, because the next
@@ -224,8 +236,8 @@ inline void place_heads(Run& r, const OctLayer& l, int row, int first, int last)
   const int block = table[position / b.block_size], slot = position % b.block_size;
   const float *cos = nullptr, *sin = nullptr;
   if (l.rope >= 0) {
-    const int64_t at = ((int64_t)l.rope * b.n_tokens + row) * s.rotary_half;
-    cos = s.cos + at, sin = s.sin + at;
+    const int64_t at = ((int64_t)row * r.model->n_ropes + l.rope) * r.model->rotary_half;
+    cos = r.cos + at, sin = r.sin + at;
   }
   for (int h = first; h < last; h++) {
     float* x = r.qkv + (int64_t)row * l.qkv.n + (int64_t)h * dim;
@@ -252,8 +264,8 @@ ALWAYS f32x16 activate(int kind, f32x16 x) {
   return out;
 }
 
-// Output of `m` is added to the residual, or kept as a branch where a norm comes in between.
-inline void add_linear(Team& team, Run& r, const OctLinear& m, bool branch) {
+// Output of `m` is added to the residual, or kept as a branch where a norm comes in between. `next`: the linear after it.
+inline void add_linear(Team& team, Run& r, const OctLinear& m, bool branch, const OctLinear& next) {
   const int n = r.model->hidden;
   float* to = branch ? r.branch : r.residual;
   const float scale = r.model->residual_scale;
@@ -263,17 +275,31 @@ inline void add_linear(Team& team, Run& r, const OctLinear& m, bool branch) {
     store(out, branch ? x : load<f32x16>(out) + scale * x);
     if (p * PANEL + 16 < n) store(out + 16, branch ? y : load<f32x16>(out + 16) + scale * y);
   });
-  team.barrier([&] { r.spent(OCT_LINEAR); });
+  team.barrier([&] { r.spent(OCT_LINEAR), r.feed = feed_for(r, next, r.rows); }, first_panel(next));
 }
 
-inline void layer(Team& team, Run& r, const OctLayer& l, const OctLayer* before, int me) {
+// After the last attention only the rows whose logits are wanted go on: they are moved to the front. `rows` ascend.
+inline void keep_wanted(Team& team, Run& r) {
+  const OctStep& s = *r.step;
+  team.barrier([&] {
+    for (int i = 0; i < s.n_rows; i++) {
+      memmove(r.residual + (int64_t)i * r.model->hidden, r.residual + (int64_t)s.rows[i] * r.model->hidden, r.model->hidden * 4);
+      memmove(r.feed.wide + (int64_t)i * r.feed.inputs.k, r.feed.wide + (int64_t)s.rows[i] * r.feed.inputs.k, r.feed.inputs.k * 4);
+    }
+    r.rows = s.n_rows;
+    r.feed.inputs = make_inputs(r.units, r.rows, r.feed.inputs.k, r.feed.inputs.type);
+  });
+}
+
+inline void layer(Team& team, Run& r, int index) {
   const OctModel& m = *r.model;
-  const int rows = r.rows;
+  const OctLayer &l = m.layers[index], *before = index ? &l - 1 : nullptr;
+  const bool last = index == m.n_layers - 1;
+  int rows = r.rows;
   const float* last_norm = before ? before->norm_after_mlp : nullptr;
-  team.barrier([&] { r.feed = feed_for(r, l.qkv, rows); });
   team.share(rows, r.feed.inputs.stride, [&](int first, int last) {
     for (int row = first; row < last; row++) add_and_norm(r, row, row, last_norm, l.norm_in);
-  }, [&] { r.spent(OCT_NORM_ROPE); });
+  }, [&] { r.spent(OCT_NORM_ROPE); }, first_panel(l.qkv));
 
   linear(team, r.feed.inputs, l.qkv, [&](int p, int row, f32x16 x, f32x16 y) __attribute__((always_inline)) {
     float* out = r.qkv + (int64_t)row * l.qkv.n;
@@ -282,23 +308,27 @@ inline void layer(Team& team, Run& r, const OctLayer& l, const OctLayer* before,
   });
   team.barrier([&] { r.spent(OCT_LINEAR), r.feed = feed_for(r, l.o, rows); });
 
-  const int heads = l.heads + 2 * l.kv_heads, shares = rows >= 4 * r.threads ? 1 : heads;
-  team.share(rows * shares, 1, [&](int i, int) {
-    const int at = i % shares;
-    place_heads(r, l, i / shares, heads * at / shares, heads * (at + 1) / shares);
-  }, [&] { r.spent(OCT_NORM_ROPE); });
-
   Attention a{&r.step->batch, r.q, m.compute == OCT_BF16, r.feed.wide, false,
               l.k_at, l.v_at, l.k_scale_at, l.v_scale_at, l.heads, l.kv_heads, l.head_dim, l.head_dim, l.window, l.group, m.kv_type, l.scale, l.softcap, l.sinks};
-  attend(team, a, r.tasks[l.group], r.scratch[me], r.parts, r.part_values);
-  team.barrier([&] { r.spent(OCT_ATTENTION); });
-  feed_rows(team, r);
-  add_linear(team, r, l.o, l.norm_after_attention != nullptr);
+  const int heads = l.heads + 2 * l.kv_heads, shares = rows >= 4 * r.threads ? 1 : heads;
+  for (int i = Team::me(); i < rows * shares; i = team.take()) {
+    const int at = i % shares;
+    place_heads(r, l, i / shares, heads * at / shares, heads * (at + 1) / shares);
+  }
+  warm_up(a, r.tasks[l.group]);
+  team.barrier([&] { r.spent(OCT_NORM_ROPE); });
+  attend(team, a, r.tasks[l.group], r.scratch[Team::me()], r.parts, r.part_values, [&] { r.spent(OCT_ATTENTION); }, first_panel(l.o));
+  if (last && r.step->n_rows < rows) {
+    keep_wanted(team, r);
+    rows = r.rows;
+    if (!rows) return;  // a prompt chunk that is not the last: its KV is all that was wanted
+  }
+  feed_rows(team, r, l.o);
+  add_linear(team, r, l.o, l.norm_after_attention != nullptr, l.gate_up);
 
-  team.barrier([&] { r.feed = feed_for(r, l.gate_up, rows); });
   team.share(rows, r.feed.inputs.stride, [&](int first, int last) {
     for (int row = first; row < last; row++) add_and_norm(r, row, row, l.norm_after_attention, l.norm_before_mlp);
-  }, [&] { r.spent(OCT_NORM_ROPE); });
+  }, [&] { r.spent(OCT_NORM_ROPE); }, first_panel(l.gate_up));
 
   // gate_up reads r.feed while its result is laid down for `down`: the second set of inputs lies in the q buffer.
   Inputs x = r.feed.inputs;
@@ -311,20 +341,19 @@ inline void layer(Team& team, Run& r, const OctLayer& l, const OctLayer* before,
     if (wide) store(wide + (int64_t)row * l.down.k + p * 16, v);
     else next.inputs.put(row, p * 16, v);
   });
-  team.barrier([&] { r.spent(OCT_LINEAR), r.feed = next; });
-  if (wide) feed_rows(team, r);
-  add_linear(team, r, l.down, l.norm_after_mlp != nullptr);
+  team.barrier([&] { r.spent(OCT_LINEAR), r.feed = next; }, first_panel(l.down));
+  if (wide) feed_rows(team, r, l.down);
+  add_linear(team, r, l.down, l.norm_after_mlp != nullptr, last ? m.head : (&l + 1)->qkv);
 }
 
 // Logits of the wanted rows, or only the best token of each.
-inline void logits(Team& team, Run& r, int me) {
+inline void logits(Team& team, Run& r) {
   const OctModel& m = *r.model;
   const OctStep& s = *r.step;
   const float* last_norm = m.layers[m.n_layers - 1].norm_after_mlp;
-  team.barrier([&] { r.feed = feed_for(r, m.head, s.n_rows); });
-  team.share(s.n_rows, 1, [&](int i, int) { add_and_norm(r, s.rows[i], i, last_norm, m.final_norm); }, [&] { r.spent(OCT_NORM_ROPE); });
-  float* best = r.best + (int64_t)me * s.n_rows;
-  int32_t* best_at = r.best_at + (int64_t)me * s.n_rows;
+  team.share(s.n_rows, 1, [&](int i, int) { add_and_norm(r, i, i, last_norm, m.final_norm); }, [&] { r.spent(OCT_NORM_ROPE); }, first_panel(m.head));
+  float* best = r.best + (int64_t)Team::me() * s.n_rows;
+  int32_t* best_at = r.best_at + (int64_t)Team::me() * s.n_rows;
   for (int i = 0; i < s.n_rows; i++) best[i] = -INFINITY, best_at[i] = 0;
   const float cap = m.logit_softcap;
   linear(team, r.feed.inputs, m.head, [&](int p, int row, f32x16 x, f32x16 y) __attribute__((always_inline)) {
@@ -386,10 +415,12 @@ inline int run_step(const OctModel* m, const OctStep* s) {
   Team team(r.threads);
 #pragma omp parallel num_threads(r.threads)
   {
-    const int me = omp_get_thread_num();
-    team.share(r.rows, 1, [&](int row, int) { embed_row(*m, s->ids[row], r.residual + (int64_t)row * m->hidden); }, [&] { r.spent(OCT_EMBED); });
-    for (int i = 0; i < m->n_layers; i++) layer(team, r, m->layers[i], i ? &m->layers[i - 1] : nullptr, me);
-    if (s->n_rows) logits(team, r, me);
+    team.share(r.rows, 1, [&](int row, int) {
+      embed_row(*m, s->ids[row], r.residual + (int64_t)row * m->hidden);
+      turn_row(r, row);
+    }, [&] { r.spent(OCT_EMBED), r.feed = feed_for(r, m->layers[0].qkv, r.rows); });
+    for (int i = 0; i < m->n_layers; i++) layer(team, r, i);
+    if (s->n_rows) logits(team, r);  // of the rows that are left
   }
   return 0;
 }
@@ -407,7 +438,7 @@ inline int run_attend(const OctAttend* x) {
   Tasks tasks = deal_tasks(x->batch, x->heads, x->kv_heads, x->window, x->threads, memory);
   Team team(x->threads);
 #pragma omp parallel num_threads(x->threads)
-  attend(team, a, tasks, scratch[omp_get_thread_num()], parts, values);
+  attend(team, a, tasks, scratch[Team::me()], parts, values, [] {});
   return 0;
 }
 

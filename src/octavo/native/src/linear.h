@@ -20,6 +20,7 @@ constexpr int MOST_ROWS = 3;
 constexpr int MOST_GROUP_ROWS = MOST_ROWS / 2;  // group formats keep a second set of accumulators
 constexpr int GROUP = 32;                       // inputs that share a scale in the group formats
 constexpr int PANEL = 32;                       // columns of a panel
+constexpr int64_t WARM = 128 << 10;             // bytes fetched while waiting: a part of the second-level cache
 
 ALWAYS constexpr bool is_int8_input(int type) { return type == OCT_I8 || type == OCT_I8_GROUP || type == OCT_I4 || type == OCT_I4_AFFINE; }
 ALWAYS constexpr bool has_groups(int type) { return type == OCT_I8_GROUP || type == OCT_I4 || type == OCT_I4_AFFINE; }
@@ -299,13 +300,20 @@ ALWAYS void rows_of_panel(const Inputs& x, int type, const char* w, const char* 
   }
 }
 
+// What this thread will read first of a matrix.
+ALWAYS Stream first_panel(const OctLinear& m) {
+  const int64_t bytes = panel_bytes(m.type, m.k);
+  const char* data = (const char*)m.data + Team::me() * bytes;
+  return Team::me() * PANEL < m.n ? Stream{data, data + (bytes < WARM ? bytes : WARM)} : Stream{nullptr, nullptr};
+}
+
 // All rows against the panels that this thread draws. finish(panel, row, left, right) for columns panel*32 .. +31.
 template <class Finish>
 ALWAYS void linear(Team& team, const Inputs& x, const OctLinear& m, Finish finish) {
   const int64_t bytes = panel_bytes(m.type, m.k);
   const int count = (m.n + PANEL - 1) / PANEL;
   const char* data = (const char*)m.data;
-  for (int p = team.take(), q; p < count; p = q) {
+  for (int p = Team::me(), q; p < count; p = q) {
     q = team.take();
     const char* w = data + p * bytes;
     rows_of_panel(x, m.type, w, q < count ? data + q * bytes : w, [&](int row, f32x16 l, f32x16 r) __attribute__((always_inline)) { finish(p, row, l, r); });

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define OCTAVO_ABI 1
+#define OCTAVO_ABI 2
 
 extern "C" {
 
@@ -30,7 +30,7 @@ struct OctLayer {
   int32_t heads, kv_heads, head_dim, rotary_dim;
   int32_t window;  // 0: none
   int32_t group;   // which block table
-  int32_t rope;    // which cos/sin table, -1: none
+  int32_t rope;    // which frequencies, -1: none
   float scale, softcap;  // softcap 0: none
   int32_t pad_;
 };
@@ -40,6 +40,8 @@ struct OctModel {
   OctLinear embedding;  // packed like a linear; often the same data as `head`
   OctLinear head;
   const float* final_norm;
+  const float* frequencies;  // [n_ropes][rotary_half] inverse frequencies of rotary embeddings
+  int32_t n_ropes, rotary_half;
   int32_t n_layers, hidden, intermediate, vocabulary;
   int32_t activation;  // OctActivation
   int32_t compute;     // OctType of attention inputs: OCT_BF16 or OCT_F32
@@ -61,10 +63,8 @@ struct OctBatch {
 struct OctStep {
   OctBatch batch;
   const int32_t* ids;             // [n_tokens]
-  const float* cos;               // [rope tables][n_tokens][rotary_dim / 2]
-  const float* sin;
   const int32_t* rows;            // [n_rows] places in the flat batch whose logits are wanted
-  int32_t n_rows, rotary_half;    // widest rotary_dim / 2 over the tables: the stride
+  int32_t n_rows, pad_;
   float* logits;                  // [n_rows][vocabulary] or null: only argmax
   int32_t* argmax;                // [n_rows]
   uint8_t* scratch;

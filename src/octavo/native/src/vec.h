@@ -48,7 +48,14 @@ ALWAYS float highest(f32x16 v) {
 ALWAYS f32x16 bits_to_float(u32x16 v) { return (f32x16)v; }
 
 // bfloat16: the upper half of a float; rounded to nearest even.
-ALWAYS f32x16 load_bf16(const void* p) { return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16); }
+ALWAYS u32x16 widen(u16x16 v) {
+#if defined(__AVX512F__)
+  return (u32x16)_mm512_cvtepu16_epi32((__m256i)v);
+#else
+  return __builtin_convertvector(v, u32x16);
+#endif
+}
+ALWAYS f32x16 load_bf16(const void* p) { return (f32x16)(widen(load<u16x16>(p)) << 16); }
 ALWAYS u16x16 to_bf16(f32x16 v) {
 #if defined(__AVX512BF16__)
   return (u16x16)_mm512_cvtneps_pbh((__m512)v);
@@ -90,11 +97,21 @@ ALWAYS void store_f16(void* p, f32x16 v) {
 #endif
 }
 
-ALWAYS f32x16 load_i8(const void* p) { return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16); }
+ALWAYS f32x16 load_i8(const void* p) {
+#if defined(__AVX512F__)  // GCC 12 takes a long way round for the generic conversion
+  return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16);
+#endif
+}
 
 // float8 e4m3fn as a float 2^120 too small; callers fold the factor into the scale of the vector.
 ALWAYS f32x16 load_fp8_tiny(const void* p) {
+#if defined(__AVX512F__)
+  u32x16 b = (u32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
   u32x16 b = __builtin_convertvector(load<u8x16>(p), u32x16);
+#endif
   return bits_to_float(((b & 0x7f) << 20) | ((b & 0x80) << 24));
 }
 ALWAYS uint8_t float_to_fp8(float x) {  // |x| <= 448
