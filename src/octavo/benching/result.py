@@ -94,9 +94,10 @@ class BenchResult:
 
     @property
     def kinds(self) -> tuple[StepKind, ...]:
-        """Decodes by batch size, the single stream's first; behind them the first kind of prompt chunk."""
+        """Decodes in the order of the points, the first of each batch size; behind them the first prompt chunk."""
         found = [kind for point in self.points for kind in point.kinds]
-        return (*(kind for kind in found if kind.decode), *[kind for kind in found if not kind.decode][:1])
+        decodes = {kind.name: kind for kind in reversed(found) if kind.decode}
+        return (*reversed(decodes.values()), *[kind for kind in found if not kind.decode][:1])
 
     @property
     def detailed(self) -> tuple[StepKind, ...]:

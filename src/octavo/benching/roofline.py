@@ -186,7 +186,7 @@ def verdict(kind: StepKind) -> str:
     else:
         what, how = "its arithmetic", f"{kind.flops / 1e9:.3g} GFLOP at {limits.flops / 1e9:.3g} GFLOP/s"
     text = (
-        f"{kind.name[0].upper()}{kind.name[1:]} takes {kind.ratio:.2f}x the time of {what} "
+        f"{kind.name.capitalize() if kind.decode else f'A {kind.name}'} takes {kind.ratio:.2f}x the time of {what} "
         f"({seconds(kind.seconds)}; {how} take {seconds(kind.floor)})"
     )
     return f"{text}; {_rest(kind)}"

@@ -23,6 +23,7 @@ from octavo.engine import Engine
 from octavo.errors import OctavoError
 from octavo.outputs import RequestOutput
 from octavo.planner.workload import WorkItem
+from octavo.report.wording import size
 from octavo.types import SamplingParams
 
 WARM_UP_TOKENS = 4
@@ -50,7 +51,7 @@ def run_bench(
     read = time.perf_counter()
     meter = StepMeter()
     built = build_engine(config, loaded=loaded, watchers=(meter,))
-    load = {"model": read - begin, "engine": time.perf_counter() - read}
+    load = {**(loaded.load_seconds or {"model": read - begin}), "engine": time.perf_counter() - read}
     _check_lengths(plan, built)
     meter.attach(built.engine, model_cost(built))
     probe = make_probe(loaded.device)
@@ -144,10 +145,11 @@ def _check_lengths(plan: BenchPlan, built: BuiltEngine) -> None:
 
 
 def _describe(built: BuiltEngine) -> str:
-    facts = _model_facts(built)
-    weights = facts["dtype"] if facts["weights"] == "auto" else f"{facts['weights']} weights, {facts['dtype']}"
-    by = "native code" if facts["implementation"] == "native" else f"transformers' code ({facts['not_native']})"
-    return f"{facts['name']}, {weights}, {built.loaded.weight_bytes / 2**20:.0f} MiB, KV in {built.kv_dtype}, by {by}"
+    loaded = built.loaded
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    weights = dtype if loaded.weights == dtype else f"{dtype}, weights in {loaded.weights}"
+    by = "native code" if loaded.native is not None else f"transformers' code ({loaded.not_native})"
+    return f"{loaded.name}, {weights}, {size(loaded.weight_bytes)}, KV in {built.kv_dtype}, run by {by}"
 
 
 def _model_facts(built: BuiltEngine) -> dict[str, object]:
@@ -155,7 +157,7 @@ def _model_facts(built: BuiltEngine) -> dict[str, object]:
     return {
         "name": loaded.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weights": built.config.weights,
+        "weights": loaded.weights,
         "weight_bytes": loaded.weight_bytes,
         "implementation": "transformers" if loaded.native is None else "native",
         "not_native": loaded.not_native,

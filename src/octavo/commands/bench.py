@@ -209,6 +209,5 @@ def _write(result: BenchResult, report: Path | None, json_to: Path | None) -> No
 
     console = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width of its own
     console.print(render(result))
-    for path in (report, json_to):
-        if path is not None:
-            print(f"\nWritten: {path.resolve()}")
+    if written := [str(path.resolve()) for path in (report, json_to) if path is not None]:
+        print(f"\nWritten: {', '.join(written)}")

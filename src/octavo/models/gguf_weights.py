@@ -50,11 +50,10 @@ def can_read(file: GgufHeader) -> bool:
 
 
 class GgufWeights:
-    """Implements `native.model.WeightSource`. Tensors are read from the mapped file when asked for."""
+    """Implements `native.model.Stored`, and `tensor` beside it. Tensors are read from the mapped file when asked for."""
 
-    def __init__(self, file: GgufHeader, spec: DecoderSpec, *, as_stored: bool) -> None:
-        """`as_stored`: quantised tensors may stay what they are."""
-        self._file, self._spec, self._as_stored = file, spec, as_stored
+    def __init__(self, file: GgufHeader, spec: DecoderSpec) -> None:
+        self._file, self._spec = file, spec
         self._data = np.memmap(file.path, np.uint8, "r")
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
         self._inner = _INNER | _SANDWICH if spec.sandwich else _INNER
@@ -68,7 +67,7 @@ class GgufWeights:
         return torch.from_numpy(dequantised(rows, found.kind).reshape(found.shape).copy())
 
     def kind(self, name: str) -> str | None:
-        found = self._find(f"{name}.weight") if self._as_stored else None
+        found = self._find(f"{name}.weight")
         return None if found is None else stored_kind(found.kind)
 
     def blocks(self, name: str) -> Blocks:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,12 @@ from octavo.models.decoder import NotNative, TensorOf, decoder_spec
 from octavo.models.demo import packaged_model
 from octavo.models.errors import ModelError
 from octavo.models.gguf_file import read_gguf
-from octavo.models.gguf_model import build_from_gguf
+from octavo.models.gguf_header import GgufHeader, read_header
+from octavo.models.gguf_model import build_from_gguf, gguf_config
+from octavo.models.gguf_plain import EOS, plain_gguf_config
+from octavo.models.gguf_weights import GgufWeights, can_read, spec_for
+from octavo.models.phases import Phases
+from octavo.models.plain_config import PlainConfig, plain_config
 from octavo.models.shapes import check_supported, layer_shapes, position_limit
 from octavo.models.tokenizer import Tokenizer, first_line, tokenizer_from_directory, tokenizer_from_gguf
 from octavo.native import calls
@@ -41,6 +46,7 @@ class LoadedModel:
     module         a transformers causal LM in evaluation mode, without gradients; None where `native` runs instead
     native         weights packed for the native code, which then replace the module's; None: transformers' code runs
     not_native     why the native code does not run this model, as a clause; "" if it does
+    load_seconds   where the time of loading went, by phase
     layers         KV shape of each layer that owns a cache
     shared         {layer: the layer whose KV it reads} for layers without a cache of their own
     weight_bytes   bytes of the distinct parameter and buffer storages
@@ -64,6 +70,12 @@ class LoadedModel:
     max_positions_note: str = ""
     native: NativeModel | None = None
     not_native: str = ""
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> str:
+        """What the weights are stored in: a dtype, or the formats of the native code, most bytes first."""
+        return str(self.dtype).removeprefix("torch.") if self.native is None else self.native.weights
 
     @property
     def has_chat_template(self) -> bool:
@@ -82,6 +94,11 @@ class Choice:
     @property
     def may_be_native(self) -> bool:
         return self.implementation != "transformers" and self.device.type == "cpu" and calls.kernels() is not None
+
+    @property
+    def gguf_dtype(self) -> torch.dtype:
+        """What a GGUF model computes in."""
+        return DTYPES.get(self.dtype, torch.bfloat16 if computes_bfloat16(self.device) else torch.float32)
 
     def check(self, loaded: LoadedModel) -> LoadedModel:
         """Raises ModelError if what was asked for needs the native code and this model does not run on it."""
@@ -105,19 +122,20 @@ def load_model(
     """Load a model in `dtype` (auto, float32, bfloat16, float16) on `device` (auto, cpu, cuda, cuda:1 …).
 
     `auto` dtype is the checkpoint's for safetensors; for GGUF it is bfloat16 where the device computes in it and
-    float32 elsewhere. `weights`: auto (as `dtype` says) or a quantised format of the native code, made while loading.
-    `implementation`: native (our decoder), transformers, or auto: native where it can run the model. Raises ModelError.
+    float32 elsewhere. `weights`: auto (as `dtype` says; a GGUF file's own quantised blocks where dtype is auto, too) or a
+    quantised format of the native code, made while loading. `implementation`: native (our decoder), transformers, or
+    auto: native where it can run the model. Raises ModelError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}.")
     choice = Choice(dtype, pick_device(device), weights, implementation)
-    name = str(name_or_path)
-    path = packaged_model(name) or Path(name)
-    if path.suffix == ".gguf":
-        return choice.check(_load_gguf(name, path, choice))
-    if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that is too long
-        return choice.check(_load_directory(name, path, choice))
-    return choice.check(_load_directory(name, _from_hub(name), choice))
+    name, phases = str(name_or_path), Phases()
+    with phases.timed("finding the files"):
+        path = packaged_model(name) or Path(name)
+        if path.suffix != ".gguf" and not os.path.isdir(path):  # unlike Path.is_dir, takes a name that is too long
+            path = _from_hub(name)
+    load = _load_gguf if path.suffix == ".gguf" else _load_directory
+    return choice.check(replace(load(name, path, choice, phases), load_seconds=phases.seconds))
 
 
 def pick_device(device: str) -> torch.device:
@@ -209,19 +227,47 @@ def weight_bytes(module: torch.nn.Module) -> int:
     return sum(storages.values())
 
 
-def _load_gguf(name: str, path: Path, choice: Choice) -> LoadedModel:
+def _load_gguf(name: str, path: Path, choice: Choice, phases: Phases) -> LoadedModel:
     if not os.path.isfile(path):
         raise ModelError(f"model {name!r} does not exist: there is no file {path}.")
-    kind = DTYPES.get(choice.dtype, torch.bfloat16 if computes_bfloat16(choice.device) else torch.float32)
     with _reading(name, path):
-        file = read_gguf(path)
-        _check_layers(path, file.metadata.get(f"{file.architecture}.block_count"))
-        module, extra_eos = build_from_gguf(file, kind)
-        module.generation_config.eos_token_id = sorted(extra_eos) or None
-        tokenizer = tokenizer_from_gguf(file)
-        return loaded(
-            name, module, tokenizer, choice.device, native=choice.may_be_native, weights=choice.weights
-        )
+        with phases.timed("config"):
+            header = read_header(path)
+            _check_layers(path, header.metadata.get(f"{header.architecture}.block_count"))
+        if choice.may_be_native and can_read(header):
+            packed = _load_gguf_native(name, header, choice, phases)
+            if packed is not None:
+                return packed
+        with phases.timed("transformers module"):
+            module, eos = build_from_gguf(read_gguf(path), choice.gguf_dtype)
+            module.generation_config.eos_token_id = sorted(eos) or None
+        with phases.timed("tokenizer"):
+            tokenizer = tokenizer_from_gguf(header)
+        with phases.timed("weights"):
+            return loaded(
+                name, module, tokenizer, choice.device, native=choice.may_be_native, weights=choice.weights
+            )
+
+
+def _load_gguf_native(name: str, header: GgufHeader, choice: Choice, phases: Phases) -> LoadedModel | None:
+    """The model with its tensors packed straight from the mapped file; None if the native code cannot run it."""
+    with phases.timed("config"):
+        config = plain_gguf_config(header) or gguf_config(read_gguf(header.path))
+        check_supported(config, str(header.path))
+    with phases.timed("tokenizer"):
+        tokenizer = tokenizer_from_gguf(header)
+    eos = {"eos_token_id": [header.metadata[key] for key in EOS if key in header.metadata]}
+    model = _described(name, config, tokenizer, eos_ids(eos, config, tokenizer), choice.gguf_dtype, choice.device)
+    try:
+        spec = decoder_spec(config, model.layers, model.shared, model.dtype)
+    except NotNative:
+        return None
+    with phases.timed("weights"):
+        spec = spec_for(header, spec)
+        source = GgufWeights(header, spec)
+        stored = source if choice.dtype == "auto" else None
+        packed = pack_model(spec, source.tensor, model.dtype, choice.weights, stored=stored)
+    return replace(model, native=packed, weight_bytes=packed.weight_bytes, not_native="")
 
 
 @contextmanager
@@ -241,23 +287,29 @@ def _reading(name: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def _load_directory(name: str, path: Path, choice: Choice) -> LoadedModel:
+def _load_directory(name: str, path: Path, choice: Choice, phases: Phases) -> LoadedModel:
     if not (path / "config.json").is_file():
         raise ModelError(f"model {name!r}: {path} has no config.json; give a model directory or a .gguf file.")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"model {name!r}: {path} has no *.safetensors file; other weight formats are not read.")
     with _reading(name, path):
-        config = _read_config(path)
-        check_supported(config, name)
+        with phases.timed("config"):
+            config = _read_config(path, plain=choice.may_be_native)
+            check_supported(config, name)
         why = "the native code was not asked for or is not installed"
         if choice.may_be_native:
-            packed, why = _load_native(name, path, config, choice)
+            packed, why = _load_native(name, path, config, choice, phases)
             if packed is not None:
                 return packed
-        return replace(_load_module(name, path, config, choice), not_native=why)
+        if isinstance(config, PlainConfig):
+            config = _read_config(path, plain=False)
+        with phases.timed("transformers module"):
+            return replace(_load_module(name, path, config, choice), not_native=why)
 
 
-def _load_native(name: str, path: Path, config: Any, choice: Choice) -> tuple[LoadedModel | None, str]:
+def _load_native(
+    name: str, path: Path, config: Any, choice: Choice, phases: Phases
+) -> tuple[LoadedModel | None, str]:
     """The model with its tensors packed straight from the mapped files; or why the native code cannot run it."""
     with Checkpoint(path) as checkpoint:
         dtype = DTYPES.get(choice.dtype) or getattr(config, "dtype", None) or checkpoint.dtype
@@ -265,9 +317,11 @@ def _load_native(name: str, path: Path, config: Any, choice: Choice) -> tuple[Lo
             return None, f"weights in {dtype}"
         generation = path / "generation_config.json"
         eos = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else None
-        tokenizer = tokenizer_from_directory(path, config)
+        with phases.timed("tokenizer"):
+            tokenizer = tokenizer_from_directory(path, config)
         model = _described(name, config, tokenizer, eos_ids(eos, config, tokenizer), dtype, choice.device)
-        packed, why = _packed(model, checkpoint.tensor, choice.weights)
+        with phases.timed("weights"):
+            packed, why = _packed(model, checkpoint.tensor, choice.weights)
         if packed is None:
             return None, why
         return replace(model, native=packed, weight_bytes=packed.weight_bytes, not_native=""), ""
@@ -290,15 +344,18 @@ def _load_module(name: str, path: Path, config: Any, choice: Choice) -> LoadedMo
     return loaded(name, module, tokenizer_from_directory(path, config), choice.device)
 
 
-def _read_config(path: Path) -> Any:
-    """config.json as a transformers config. What transformers would pass over or run astray on is refused here."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-
+def _read_config(path: Path, *, plain: bool) -> Any:
+    """config.json as a transformers config, or, if `plain` and that is enough, without transformers. What transformers
+    would pass over or run astray on is refused here."""
     data, marked = _read_object(path / "config.json")
     if (path / "generation_config.json").is_file():
         _, broken = _read_object(path / "generation_config.json")
         if broken:
             raise ModelError(f"{path / 'generation_config.json'} starts with a byte order mark; save it without one.")
+    if plain and not marked and (config := plain_config(data)) is not None:
+        return config
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         own = "; the code it brings along (auto_map) is not run" if data.get("auto_map") else ""

@@ -1,15 +1,21 @@
-"""Text to token ids and back, and chat templates: a thin face over a `transformers` tokenizer."""
+"""Text to token ids and back, and chat templates: a thin face over a `transformers` tokenizer.
+
+It is made when text is first needed: requests of token ids that want no text do not wait for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
 from octavo.models.errors import ModelError
+from octavo.models.gguf_file import read_gguf
 from octavo.models.gguf_header import GgufHeader
+from octavo.models.plain_config import PlainConfig
+from octavo.models.plain_tokenizer import PlainTokenizer, plain_tokenizer
 from octavo.types import RequestError
 
 _SPECIAL = {
@@ -20,11 +26,20 @@ _SPECIAL = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Tokenizer:
     """`hf` is the transformers tokenizer; the methods are all that Octavo uses of it."""
 
-    hf: Any
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+
+    @property
+    def hf(self) -> Any:
+        return self._hf
+
+    @property
+    def backend(self) -> Any:
+        """That of the `tokenizers` library; None if there is none."""
+        return getattr(self.hf, "backend_tokenizer", None)
 
     @property
     def has_chat_template(self) -> bool:
@@ -48,6 +63,9 @@ class Tokenizer:
                 "UTF-8 can write: remove that character.",
                 field="prompt",
             ) from error
+        return self._ids(text, add_special_tokens)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -73,11 +91,61 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, with no cleaning up of spaces. Incomplete UTF-8 shows as U+FFFD."""
-        backend = getattr(self.hf, "backend_tokenizer", None)
-        if backend is not None:  # five times faster than the transformers wrapper
+        if (backend := self.backend) is not None:  # five times faster than the transformers wrapper
             return str(backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         text = self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         return str(text)
+
+
+class LateTokenizer(Tokenizer):
+    """A tokenizer that is made at first use; until then only what was read of its files is known. Using it raises
+    ModelError if it cannot be made."""
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        *,
+        eos_token_id: int | None,
+        has_chat_template: bool,
+        plain: PlainTokenizer | None = None,
+    ) -> None:
+        """`make`: the transformers tokenizer; `plain`: the way to do without it for everything but chats."""
+        self._make, self._plain = make, plain
+        self._eos, self._chats = eos_token_id, has_chat_template
+        super().__init__(None)
+
+    @property
+    def hf(self) -> Any:
+        if self._hf is None:
+            self._hf = self._make()
+        return self._hf
+
+    @cached_property
+    def _own(self) -> Any:
+        """The backend without transformers; None: it takes transformers."""
+        if self._plain is None:
+            return None
+        try:
+            return self._plain.backend()
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise _unreadable(self._plain.path, error) from error
+
+    @property
+    def backend(self) -> Any:
+        return self._own if self._own is not None else super().backend
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chats
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._eos
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._own is None or self._plain is None:
+            return super()._ids(text, add_special_tokens)
+        return list(self._own.encode(text, add_special_tokens=add_special_tokens and self._plain.adds).ids)
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
@@ -115,24 +183,52 @@ def _bad(where: str, value: object, wanted: str) -> RequestError:
 
 def tokenizer_from_directory(path: str | Path, config: Any = None) -> Tokenizer | None:
     """The tokenizer saved beside a checkpoint; None if the directory has none. `config`: the model's, already read."""
+    path = Path(path)
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((path / name).is_file() for name in names):
+        return None
+    if isinstance(config, PlainConfig):
+        plain = plain_tokenizer(path, config.model_type)
+        if plain is not None:
+            return LateTokenizer(
+                lambda: _from_transformers(path, None),
+                eos_token_id=plain.eos_token_id,
+                has_chat_template=plain.has_chat_template,
+                plain=plain,
+            )
+        config = None  # transformers reads its own
+    return Tokenizer(_from_transformers(path, config))
+
+
+def _from_transformers(path: Path, config: Any) -> Any:
     from transformers import AutoTokenizer
 
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if not any((Path(path) / name).is_file() for name in names):
-        return None
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(str(path), config=config, trust_remote_code=False))
+        return AutoTokenizer.from_pretrained(str(path), config=config, trust_remote_code=False)
     except Exception as error:  # what the files hold reaches transformers and tokenizers unchecked
-        why = first_line(error).rstrip(".")
-        if "trust_remote_code" in str(error):
-            why = "it needs code that it brings along (auto_map), which is not run"
-        raise ModelError(
-            f"the tokenizer in {path} cannot be read: {why}; check its files or download them again."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    why = first_line(error).rstrip(".")
+    if "trust_remote_code" in str(error):
+        why = "it needs code that it brings along (auto_map), which is not run"
+    return ModelError(f"the tokenizer in {path} cannot be read: {why}; check its files or download them again.")
 
 
 def tokenizer_from_gguf(file: GgufHeader) -> Tokenizer:
-    """Rebuild the tokenizer that a GGUF file describes, with its chat template and special tokens."""
+    """The tokenizer that a GGUF file describes, with its chat template and special tokens; rebuilt at first use."""
+    key = "tokenizer.ggml.tokens"
+    if key not in file.metadata and key not in file.lengths:
+        raise ModelError(f"{file.path} has no tokenizer.ggml.tokens; a file without vocabulary is not usable.")
+    return LateTokenizer(
+        lambda: _rebuilt(read_gguf(file.path)),
+        eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
+        has_chat_template=bool(file.metadata.get("tokenizer.chat_template")),
+    )
+
+
+def _rebuilt(file: GgufHeader) -> Any:
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
@@ -141,8 +237,6 @@ def tokenizer_from_gguf(file: GgufHeader) -> Tokenizer:
         group: {name: file.metadata[prefix + key] for key, name in keys.items() if prefix + key in file.metadata}
         for group, keys in GGUF_TOKENIZER_MAPPING.items()
     }
-    if "tokens" not in found["tokenizer"]:
-        raise ModelError(f"{file.path} has no tokenizer.ggml.tokens; a file without vocabulary is not usable.")
     try:
         backend, _ = convert_gguf_tokenizer(file.architecture, found["tokenizer"])
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -154,7 +248,7 @@ def tokenizer_from_gguf(file: GgufHeader) -> Tokenizer:
     for name, key in _SPECIAL.items():
         token_id = file.metadata.get(f"tokenizer.ggml.{key}")
         config[name] = None if token_id is None else tokens[token_id]
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **config))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **config)
 
 
 def first_line(error: BaseException) -> str:

@@ -49,12 +49,12 @@ def _parts(result: BenchResult) -> Iterator[RenderableType]:
     yield Text(result.warm_up, style="dim")
     for points, table in (([result.single] if result.single else [], _single), (result.batches, _batches)):
         if points:
-            yield Padding(table(points), (1, 0, 0, 0))
-    yield Padding(_kinds(result.kinds), (1, 0, 0, 0))
+            yield Padding(table(points), (1, 0, 0, 0), expand=False)
+    yield Padding(_kinds(result.kinds), (1, 0, 0, 0), expand=False)
     for kind in result.detailed:
-        yield Padding(_kind(kind), (1, 0, 0, 0))
+        yield Padding(_kind(kind), (1, 0, 0, 0), expand=False)
     for sentence in (*result.verdict, *result.cautions):
-        yield Padding(Text(sentence), (1, 0, 0, 0))
+        yield Padding(Text(sentence), (1, 0, 0, 0), expand=False)
 
 
 def spread(value: Spread | None, *names: str) -> str:
@@ -170,5 +170,6 @@ def part_rows(kind: StepKind) -> list[tuple[str, ...]]:
 
 
 def _part_row(name: str, took: float, whole: float, floor: float) -> tuple[str, ...]:
-    there = floor > 0
-    return name, ms(took), percent(took / whole), ms(floor) if there else "–", f"{took / floor:.2f}" if there else "–"
+    if floor <= 0:
+        return name, ms(took), percent(took / whole), "–", "–"
+    return name, ms(took), percent(took / whole), ms(floor), f"{took / floor:,.{0 if took / floor >= 100 else 2}f}"

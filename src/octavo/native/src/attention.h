@@ -447,8 +447,9 @@ __attribute__((noinline)) void prompt_task(const Attention& a, const Task& t, Sc
   Inputs q = make_inputs(m.q_units, rows, a.k_dim, FORMAT), w = make_inputs(m.w_units, rows, TILE, FORMAT);
   for (int r = 0; r < rows; r++) {
     const int64_t at = ((int64_t)(t.first + r / g) * a.heads + t.kv_head * g + r % g) * a.k_dim;
+    uint32_t* to = q.row(r);
     for (int i = 0; i < a.k_dim; i += 16)
-      q.put(r, i, a.q_bf16 ? load_bf16((const bf16*)a.q + at + i) : load<f32x16>((const float*)a.q + at + i));
+      q.put(to, i, a.q_bf16 ? load_bf16((const bf16*)a.q + at + i) : load<f32x16>((const float*)a.q + at + i));
     m.state[r] = fresh(a, t.kv_head * g + r % g, true);
     memset(m.out[r], 0, a.v_dim * 4);
   }
@@ -474,9 +475,10 @@ __attribute__((noinline)) void prompt_task(const Attention& a, const Task& t, Sc
       const float factor = soften(m.scores[r], low, high, a.softcap, &m.state[r]);
       if (factor != 1.f)
         for (int d = 0; d < a.v_dim; d += 16) store(m.out[r] + d, load<f32x16>(m.out[r] + d) * factor);
+      uint32_t* to = w.row(r);
       for (int i = 0; i < TILE; i += 16) {
         const f32x16 x = load<f32x16>(m.scores[r] + i);
-        w.put(r, i, kv_scaled(a.kv_type) ? x * load<f32x16>(m.v.scale + i) : x);
+        w.put(to, i, kv_scaled(a.kv_type) ? x * load<f32x16>(m.v.scale + i) : x);
       }
     }
     for (int p = 0; p < panels_v; p++) {

@@ -103,7 +103,8 @@ inline Feed feed_for(Run& r, const OctLinear& m, int rows) {
 // One f32 row → its inputs.
 ALWAYS void feed_row(const Inputs& x, int row, const float* values) {
   if (is_int8_input(x.type)) return x.quantise(row, values);
-  for (int i = 0; i < x.k; i += 16) x.put(row, i, load<f32x16>(values + i));
+  uint32_t* to = x.row(row);
+  for (int i = 0; i < x.k; i += 16) x.put(to, i, load<f32x16>(values + i));
 }
 
 // f32 rows → inputs, block by block.
@@ -339,7 +340,7 @@ inline void layer(Team& team, Run& r, int index) {
     gate += bias_at(l.gate_up, p * PANEL), up += bias_at(l.gate_up, p * PANEL + 16);
     const f32x16 v = activate(m.activation, gate) * up;
     if (wide) store(wide + (int64_t)row * l.down.k + p * 16, v);
-    else next.inputs.put(row, p * 16, v);
+    else next.inputs.put(next.inputs.row(row), p * 16, v);
   });
   team.barrier([&] { r.spent(OCT_LINEAR), r.feed = next; }, first_panel(l.down));
   if (wide) feed_rows(team, r, l.down);

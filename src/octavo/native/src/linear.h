@@ -50,31 +50,37 @@ struct Inputs {
   ALWAYS uint32_t* block(int b) const { return units + (int64_t)b * units_per_row() * stride; }
   ALWAYS int blocks() const { return (rows + stride - 1) / stride; }
 
-  // 16 values of one row from input `at` on (a multiple of 16). Not for int8: see quantise.
-  ALWAYS void put(int row, int at, f32x16 v) const {
-    const int step = stride;
+  // Where the units of one row are: `stride` apart, from here on.
+  ALWAYS uint32_t* row(int r) const { return block(r / stride) + r % stride; }
+
+  // 16 values of a row from input `at` on (a multiple of 16). Not for int8: see quantise.
+  ALWAYS void put(uint32_t* row, int at, f32x16 v) const {
+    const int64_t step = stride;
     if (type == OCT_BF16) {
       uint32_t pairs[8];
       store(pairs, to_bf16(v));
-      uint32_t* to = block(row / step) + (int64_t)(at / 2) * step + row % step;
+      uint32_t* to = row + at / 2 * step;
+#pragma GCC unroll 8
       for (int i = 0; i < 8; i++) to[i * step] = pairs[i];
     } else {
       uint32_t words[16];
       store(words, v);
-      uint32_t* to = block(row / step) + (int64_t)at * step + row % step;
+      uint32_t* to = row + at * step;
+#pragma GCC unroll 16
       for (int i = 0; i < 16; i++) to[i * step] = words[i];
     }
   }
 
   // A whole row of int8 inputs from floats [k].
-  void quantise(int row, const float* x) const {
+  void quantise(int r, const float* x) const {
     const int size = k / groups;
+    uint32_t* units_of_row = row(r);
     for (int g = 0; g < groups; g++) {
       const float* part = x + g * size;
       f32x16 top = splat(0.f);
       for (int i = 0; i < size; i += 16) { f32x16 v = load<f32x16>(part + i); top = vmax(top, vmax(v, -v)); }
       const float amax = highest(top), scale = amax / 127.f, inverse = amax > 0.f ? 127.f / amax : 0.f;
-      uint32_t* to = block(row / stride) + (int64_t)(g * size / 4) * stride + row % stride;
+      uint32_t* to = units_of_row + (int64_t)(g * size / 4) * stride;
       i32x16 total = {};
       for (int i = 0; i < size; i += 16) {
         const f32x16 magic = splat(12582912.f);
@@ -87,8 +93,8 @@ struct Inputs {
       }
       int32_t s = 0;
       for (int i = 0; i < 16; i++) s += total[i];
-      scales[(int64_t)row * groups + g] = scale;
-      sums[(int64_t)row * groups + g] = s;
+      scales[(int64_t)r * groups + g] = scale;
+      sums[(int64_t)r * groups + g] = s;
     }
   }
 };
