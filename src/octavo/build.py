@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo import events as ev
 from octavo.clock import Clock, WallClock
@@ -16,10 +18,13 @@ from octavo.kv.groups import Layout, page_layout
 from octavo.kv.strategies import make_manager
 from octavo.log import LogHeader, LogWriter
 from octavo.models.loader import LoadedModel, load_model
+from octavo.models.phases import Phases
 from octavo.models.shapes import cache_dtype, cache_layers
-from octavo.runner.memory import DeviceBudget, measure
 from octavo.runner.choice import make_runner
 from octavo.scheduler.config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from octavo.runner.memory import DeviceBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class BuiltEngine:
     budget: DeviceBudget | None  # None: `kv_memory` was given, nothing had to be measured
     log: LogWriter | None  # the decision log that is being written; close it at the end
     kv_dtype: str  # what K and V are stored in; never "auto"
+    load_seconds: Mapping[str, float] = field(default_factory=dict)  # where the time of loading went, by phase
 
     @property
     def kv_bytes(self) -> int:
@@ -60,24 +66,31 @@ def build_engine(
 
     Raises OctavoError with the numbers if the model, the budget and the lengths do not fit together.
     """
-    loaded = loaded or load_configured(config)
+    phases = Phases()
+    if loaded is None:
+        loaded = load_configured(config)
+        phases.seconds.update(loaded.load_seconds)
     kv_dtype = cache_dtype(config.kv_dtype, loaded.dtype)
     layout = page_layout(cache_layers(loaded.layers, kv_dtype), config.block_size)
     longest_model = _model_length(config, loaded)
     budget = None
     if config.kv_memory is None:
-        budget = measure(
-            loaded,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            kv_dtype=config.kv_dtype,
-        )
+        from octavo.runner.memory import measure
+
+        with phases.timed("measuring memory"):
+            budget = measure(
+                loaded,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                kv_dtype=config.kv_dtype,
+            )
     kv_bytes = config.kv_memory if budget is None else _kv_share(config, budget, layout, longest_model)
     assert kv_bytes is not None
     max_model_len = _fit_length(config, layout, kv_bytes, longest_model)
     pages = kv_bytes // layout.page_bytes
     header = log_header(config, loaded, layout, pages, _scheduler_config(config, max_model_len))
-    runner = make_runner(loaded, layout, pages, seed=config.seed, kv_dtype=config.kv_dtype)
+    with phases.timed("runner"):
+        runner = make_runner(loaded, layout, pages, seed=config.seed, kv_dtype=config.kv_dtype)
     writer = None if log is None else LogWriter(log, header)
     scheduler = header.build(sink if writer is None else ev.fan_out(sink, writer))
     engine = Engine(
@@ -91,7 +104,9 @@ def build_engine(
         check=config.check,
         itl_target=config.itl_target,
     )
-    return BuiltEngine(engine, config, loaded, layout, pages, max_model_len, budget, writer, kv_dtype.name)
+    return BuiltEngine(
+        engine, config, loaded, layout, pages, max_model_len, budget, writer, kv_dtype.name, phases.seconds
+    )
 
 
 def load_configured(config: EngineConfig) -> LoadedModel:
@@ -159,7 +174,7 @@ def log_header(
         windows=layout.windows,
         sharing=config.enable_prefix_caching,
         scheduler=settings,
-        engine_identity=(loaded.name, str(loaded.dtype), config.weights, cache_dtype(config.kv_dtype, loaded.dtype).name),
+        engine_identity=(loaded.name, str(loaded.dtype), loaded.weights, cache_dtype(config.kv_dtype, loaded.dtype).name),
     )
 
 

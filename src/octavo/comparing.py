@@ -124,7 +124,8 @@ def _submit(engine: Engine, prompt: Prompt, item: WorkItem, name: str, start: fl
 def describe(loaded: LoadedModel) -> str:
     """The model in a few words."""
     dtype = str(loaded.dtype).removeprefix("torch.")
-    return f"{loaded.name}, {dtype}, {loaded.weight_bytes / 2**20:.0f} MiB of weights"
+    formats = "" if loaded.weights == dtype else f" from {loaded.weights}"
+    return f"{loaded.name}, {dtype}{formats}, {loaded.weight_bytes / 2**20:.0f} MiB of weights"
 
 
 def machine_line() -> str:

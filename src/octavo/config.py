@@ -22,8 +22,11 @@ class EngineConfig:
     block_size              tokens in a block
     kv_dtype                what K and V are stored in: auto (the model's dtype), float32, bfloat16, float16, or, with
                             one scale per token and head, int8 or fp8 (float8_e4m3fn)
-    weights                 auto (as `dtype` says), or quantised while loading, for the native code only: int8 (one scale
-                            per output), int8_group, int4, int4_affine (one scale per 32 inputs)
+    weights                 auto (as `dtype` says; where that is auto too, a GGUF file's quantised blocks stay as they
+                            are in the file: Q8_0, Q5_0, Q4_0, Q4_1, Q4_K; others become int8_group), or quantised
+                            while loading, for the native code only: int8 (one scale per output), int8_group, int4,
+                            int4_affine (one scale per 32 inputs). Matrices in any of these formats round their
+                            inputs to 8 bits
     implementation          native (Octavo's own decoder), transformers, or auto: native where it can run the model
     kv_memory               bytes for KV; None: what is left of the device after weights and activations
     memory_utilization      share of the device's memory the engine may use when `kv_memory` is None

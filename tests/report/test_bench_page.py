@@ -85,9 +85,9 @@ RESULT = BenchResult(
 )
 
 
-def printed(result: BenchResult) -> str:
+def printed(result: BenchResult, width: int = 140) -> str:
     out = StringIO()
-    Console(file=out, width=140, color_system=None).print(render(result))
+    Console(file=out, width=width, color_system=None).print(render(result))
     return out.getvalue()
 
 
@@ -168,7 +168,9 @@ def test_the_share_of_others_is_busy_time_that_is_not_our_own() -> None:
     assert begin.foreign_share(None) is None
 
 
-def test_the_terminal_shows_the_same_figures() -> None:
-    text = printed(RESULT)
+@pytest.mark.parametrize("width", [140, 80])
+def test_the_terminal_shows_the_same_figures_whatever_its_width(width: int) -> None:
+    text = printed(RESULT, width)
+    assert "…" not in text
     for words in ("single stream", "812", "whole step", "decode at batch 8", "bound by", "Output goes from"):
         assert words in text

@@ -13,6 +13,8 @@ from octavo.kv.prefix import KeyChain
 from octavo.models.loader import LoadedModel
 from octavo.models.shapes import cache_dtype, cache_layers
 from octavo.runner.api import SeqWork, StepPlan, StepResult
+from octavo.runner.choice import make_runner
+from octavo.runner.native_runner import NativeRunner
 from octavo.runner.torch_runner import TorchRunner
 from octavo.types import Request, SamplingParams, Sequence
 
@@ -35,14 +37,14 @@ class Driver:
     num_blocks: int = 256
     seed: int = 0
     kv_dtype: str = "auto"
-    runner: TorchRunner = field(init=False)
+    runner: NativeRunner | TorchRunner = field(init=False)
     free: list[int] = field(init=False)
     results: list[StepResult] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         layers = cache_layers(self.loaded.layers, cache_dtype(self.kv_dtype, self.loaded.dtype))
         self.layout = page_layout(layers, self.block_size)
-        self.runner = TorchRunner(self.loaded, self.layout, self.num_blocks, seed=self.seed, kv_dtype=self.kv_dtype)
+        self.runner = make_runner(self.loaded, self.layout, self.num_blocks, seed=self.seed, kv_dtype=self.kv_dtype)
         self.free = list(range(self.num_blocks))
         random.Random(self.seed).shuffle(self.free)
 

@@ -1,15 +1,27 @@
-"""Write a tiny float32 GGUF file as llama.cpp's converter would (its permutation of Q and K, norms plus one)."""
+"""Write a tiny GGUF file as llama.cpp's converter would (its permutation of Q and K, norms plus one), float32 unless
+another kind is asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 
+F32 = gguf.GGMLQuantizationType.F32
 
-def write_tiny_gguf(module: torch.nn.Module, architecture: str, path: Path) -> None:
+
+def write_tiny_gguf(
+    module: torch.nn.Module,
+    architecture: str,
+    path: Path,
+    kind: gguf.GGMLQuantizationType = F32,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    rope_factors: np.ndarray | None = None,
+) -> None:
+    """`kind`: of all matrices but those whose GGUF name has a part that `kinds` names."""
     config = module.config
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -20,10 +32,11 @@ def write_tiny_gguf(module: torch.nn.Module, architecture: str, path: Path) -> N
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if architecture == "llama":
+    if architecture in ("llama", "phi3"):
         writer.add_rope_dimension_count(head_dim)
-    if architecture == "gemma3":
+    if architecture in ("qwen3", "gemma2", "gemma3"):
         writer.add_key_length(head_dim)
+    if architecture in ("gemma2", "gemma3"):
         writer.add_sliding_window(config.sliding_window)
     rope = config.rope_parameters
     writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
@@ -43,13 +56,17 @@ def write_tiny_gguf(module: torch.nn.Module, architecture: str, path: Path) -> N
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, suffix = name.rsplit(".", 1)
-        data = value.numpy().astype(np.float32)
+        stored, data = names.get_name(stem), value.numpy().astype(np.float32)
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             data = data.reshape(heads, 2, data.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(data.shape)
-        if architecture == "gemma3" and "norm" in name:
+        if architecture.startswith("gemma") and "norm" in name:
             data = data + 1
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", np.ascontiguousarray(data))
+        own = next((k for part, k in (kinds or {}).items() if part in stored), kind) if data.ndim == 2 else F32
+        raw = np.ascontiguousarray(data) if own == F32 else gguf.quantize(data, own)
+        writer.add_tensor(f"{stored}.{suffix}", raw, raw_dtype=own)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -82,7 +82,7 @@ class StepMeter:
         self._engine, self._cost = engine, cost
         self._runner = Stopwatch(engine.runner, "run")
         self._scheduler = Stopwatch(engine.scheduler, "plan", "settle")
-        engine.runner = self._runner  # type: ignore[assignment]
+        engine.runner = self._runner
         engine.scheduler = self._scheduler  # type: ignore[assignment]
 
     def step(self) -> list[RequestOutput]:

@@ -198,6 +198,9 @@ def _rest(kind: StepKind) -> str:
     over = sorted(((part.seconds - kind.floor_of(part), part.name) for part in kind.parts), reverse=True)
     named = [f"{name} {seconds(excess)}" for excess, name in over[:NAMED] if excess > 0.005 * kind.seconds]
     if kind.ratio <= 1:
-        return "no slower than the probe itself (caches hold a part, or the machine was slower while it was probed)."
+        return (
+            "no slower than the probe itself (caches hold a part, its numbers are narrower than the probed ones, or "
+            "the machine was slower while it was probed)."
+        )
     share = percent(1 - kind.floor / kind.seconds)
     return f"the rest, {share} of the step, is mostly {', '.join(named)}." if named else f"the rest is {share} of it."

@@ -29,6 +29,7 @@ def run(
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
     speculative_tokens: Annotated[int, typer.Option(help="Most tokens drafted by prompt lookup; 0: none.")] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say what was loaded and where the time went.")] = False,
 ) -> None:
     """Answer PROMPT, streaming the text; then print TTFT, ITL and the KV memory used."""
     from octavo.llm import LLM
@@ -49,11 +50,23 @@ def run(
         max_num_seqs=8,
         speculative_tokens=speculative_tokens,
     )
+    if verbose:
+        _say_loading(llm.built)
     chat = llm.built.loaded.has_chat_template and not raw
     if prompt is not None:
         _answer(llm, llm.chat_prompt([{"role": "user", "content": prompt}]) if chat else prompt, params)
         return
     _converse(llm, params, chat)
+
+
+def _say_loading(built) -> None:  # type: ignore[no-untyped-def]
+    from octavo.comparing import describe
+    from octavo.models.phases import process_age
+
+    age = process_age()
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in built.load_seconds.items())
+    total = "" if age is None else f"; ready {age:.2f} s after the start of the process"
+    print(f"{describe(built.loaded)}\n{phases}{total}", file=sys.stderr)
 
 
 def _converse(llm, params, chat: bool) -> None:  # type: ignore[no-untyped-def]

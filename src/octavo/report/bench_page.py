@@ -112,7 +112,7 @@ def _trade_off(points: Sequence[PointResult]) -> str:
 def _figure(title: str, unit: str, places: Sequence[str], lines: Sequence[Line], show) -> str:  # type: ignore[no-untyped-def]
     return (
         f"<figure><figcaption>{title}<small>{unit}</small></figcaption>"
-        f"{_legend([(line.name, line.colour) for line in lines]) if len(lines) > 1 else ''}"
+        f"{_legend([(line.name, line.colour) for line in lines])}"
         f"{line_plot(places, lines, 'requests at once', show)}</figure>"
     )
 
@@ -126,18 +126,16 @@ def _bars(kinds: Sequence[StepKind]) -> str:
     if not kinds:
         return "<p>No step was of one kind alone.</p>"
     names = list(dict.fromkeys(part.name for kind in kinds for part in kind.parts))
-    bars = [
-        Bar(
-            kind.name,
-            [(part.name, COLOURS.get(part.name, OTHER), part.seconds) for part in kind.parts],
-            kind.floor,
-            f"{seconds(kind.seconds)} · {kind.ratio:.2f}x",
-        )
-        for kind in kinds
-    ]
     floor = '<li><i class="mark"></i>floor</li>'
-    entries = [(name, COLOURS.get(name, OTHER)) for name in names]
-    return f"{_legend(entries, floor)}<figure>{bar_plot(bars, seconds)}</figure>"
+    legend = _legend([(name, COLOURS.get(name, OTHER)) for name in names], floor)
+    groups = [[kind for kind in kinds if kind.decode is decode] for decode in (True, False)]  # each on its own scale
+    plots = (bar_plot([_bar(kind) for kind in group], seconds) for group in groups if group)
+    return legend + "".join(f"<figure>{plot}</figure>" for plot in plots)
+
+
+def _bar(kind: StepKind) -> Bar:
+    parts = [(part.name, COLOURS.get(part.name, OTHER), part.seconds) for part in kind.parts]
+    return Bar(kind.name, parts, kind.floor, f"{seconds(kind.seconds)} · {kind.ratio:.2f}x")
 
 
 def _parts(kind: StepKind) -> str:

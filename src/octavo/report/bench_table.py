@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -102,28 +104,46 @@ def shown(columns: Sequence[tuple[str, str, Cell]], figures: Sequence[Figures]) 
     return [*columns, *more]
 
 
-def _single(points: Sequence[PointResult]) -> Table:
-    return _figures(SINGLE, points, "")
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """The wide table where the terminal has room for it, else the narrow one."""
+
+    wide: Table
+    narrow: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = Measurement.get(console, options.update(max_width=10_000), self.wide).maximum
+        yield self.wide if room <= options.max_width else self.narrow
 
 
-def _batches(points: Sequence[PointResult]) -> Table:
-    return _figures(BATCH, points, "at once")
+def _single(points: Sequence[PointResult]) -> RenderableType:
+    return _figures(SINGLE, points, [point.name for point in points], "")
 
 
-def _figures(columns: Sequence[tuple[str, str, Cell]], points: Sequence[PointResult], first: str) -> Table:
-    columns = shown(columns, [point.median for point in points])
-    table = _table(first, *(f"{name}\n{unit}" for name, unit, _ in columns))
-    for point in points:
-        name = f"{point.concurrency:,}" if first else point.name
-        table.add_row(name, *(cell(point.median) for _, _, cell in columns))
-    return table
+def _batches(points: Sequence[PointResult]) -> RenderableType:
+    return _figures(BATCH, points, [f"{point.concurrency:,}" for point in points], "at once")
 
 
-def _table(first: str, *columns: str) -> Table:
+def _figures(
+    columns: Sequence[tuple[str, str, Cell]], points: Sequence[PointResult], names: Sequence[str], first: str
+) -> RenderableType:
+    """A row for each point; in a narrow terminal a column for each."""
+    medians = [point.median for point in points]
+    columns = shown(columns, medians)
+    wide = _table(first, *(f"{name}\n{unit}" for name, unit, _ in columns))
+    for name, figures in zip(names, medians, strict=True):
+        wide.add_row(name, *(cell(figures) for _, _, cell in columns))
+    narrow = _table(first, *names, wrap=True)
+    for name, unit, cell in columns:
+        narrow.add_row(f"{name} {unit}".strip(), *(cell(figures) for figures in medians))
+    return _Fitting(wide, narrow)
+
+
+def _table(first: str, *columns: str, wrap: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column(first, no_wrap=True, style="bold")
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=not wrap, overflow="fold")
     return table
 
 
@@ -132,12 +152,14 @@ def ms(value: float) -> str:
     return f"{1000 * value:,.3f}" if value < 1e-3 else f"{1000 * value:,.2f}" if value < 0.1 else f"{1000 * value:,.0f}"
 
 
-def _kinds(kinds: Sequence[StepKind]) -> Table:
+def _kinds(kinds: Sequence[StepKind]) -> RenderableType:
     columns = ("steps", "KV tokens\nseen", "bytes\nto read", "GFLOP", "floor\nms", "took\nms", "ratio", "bound by")
-    table = _table("kind of step", *columns)
+    wide, narrow = _table("kind of step", *columns), _table("kind of step", *columns[-4:])
     for kind in kinds:
-        table.add_row(kind.name, *kind_cells(kind))
-    return table
+        cells = kind_cells(kind)
+        wide.add_row(kind.name, *cells)
+        narrow.add_row(kind.name, *cells[-4:])
+    return _Fitting(wide, narrow)
 
 
 def kind_cells(kind: StepKind) -> tuple[str, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from octavo.kv.groups import Layout
 from octavo.models.loader import LoadedModel
 from octavo.models.shapes import cache_dtype, cache_layers
 from octavo.runner.native_runner import NativeRunner
 from octavo.runner.quantise import stored_dtype
-from octavo.runner.torch_runner import TorchRunner
+
+if TYPE_CHECKING:
+    from octavo.runner.torch_runner import TorchRunner
 
 
 def make_runner(
@@ -15,6 +19,8 @@ def make_runner(
 ) -> NativeRunner | TorchRunner:
     """A runner with a KV store of its own. See the two classes for what they raise."""
     if loaded.native is None:
+        from octavo.runner.torch_runner import TorchRunner
+
         return TorchRunner(loaded, layout, num_blocks, seed=seed, kv_dtype=kv_dtype)
     stored = cache_dtype(kv_dtype, loaded.dtype)
     layers = cache_layers(loaded.layers, stored)

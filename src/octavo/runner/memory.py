@@ -1,4 +1,5 @@
-"""What a model needs of a device besides the KV cache: measured by running one full step, not guessed."""
+"""What a model needs of a device besides the KV cache: measured by running one full step, not guessed. The native code
+says exactly what a step takes; there only the drawing of tokens is measured, on a few rows."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from octavo.runner.torch_runner import TorchRunner
 from octavo.types import Request, SamplingParams, Sequence
 
 _BLOCK = 16
+_FEW = 8  # rows whose drawing is measured for the native code
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -32,7 +34,8 @@ class DeviceBudget:
     """Bytes of a device. `total` is what this process may come to hold there, weights included.
 
     activations  peak of live tensors in the profiling step beyond weights and KV
-    workspace    what the process took beyond that in the step: kernels' scratch and the allocator's rounding
+    workspace    what the process took beyond that in the step: kernels' scratch and the allocator's rounding; of the
+                 native code the scratch memory that it asks for
     """
 
     weights: int
@@ -64,10 +67,17 @@ def measure(
         if value < 1:
             raise ModelError(f"{name} is {value}; it must be at least 1.")
     counts = _counts(max_num_batched_tokens, max_num_seqs, longest)
+    if loaded.native is not None:
+        counts = [1] * min(_FEW, len(counts))
     layout = page_layout(cache_layers(loaded.layers, cache_dtype(kv_dtype, loaded.dtype)), _BLOCK)
     pages = len(layout.groups) * sum(-(-n // _BLOCK) for n in counts)
     runner = make_runner(loaded, layout, pages, kv_dtype=kv_dtype)
     plan = _profile_plan(counts, len(layout.groups))
+    if isinstance(runner, NativeRunner):
+        rows = min(max_num_seqs, max_num_batched_tokens)
+        drawing = _drawing_peak(runner, plan) * -(-rows // len(counts))
+        scratch = runner.scratch_bytes(max_num_batched_tokens, rows, rows)
+        return DeviceBudget(loaded.weight_bytes, drawing, scratch, device_total(loaded))
     runner.run(_profile_plan([1], len(layout.groups)))
     on_cuda = loaded.device.type == "cuda"
     activations, workspace = _cuda_peak(runner, plan) if on_cuda else _cpu_peak(runner, plan)
@@ -131,6 +141,13 @@ def _cpu_peak(runner: NativeRunner | TorchRunner, plan: StepPlan) -> tuple[int, 
     with _LiveBytes() as live:
         runner.run(plan)
     return live.peak, max(0, growth - live.peak)
+
+
+def _drawing_peak(runner: NativeRunner, plan: StepPlan) -> int:
+    """Peak of live tensors in a native step: logits and what the sampler makes of them, both in proportion to rows."""
+    with _LiveBytes() as live:
+        runner.run(plan)
+    return live.peak
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -460,13 +460,11 @@ __attribute__((noinline)) void prompt_task(const Attention& a, const Task& t, Sc
     find_side<HALF>(a, t, vs, from, count, &m.v, m.v_rows);
     pack_k<HALF>(m.k, count, a.k_dim, m.k_tile);
     pack_v<HALF>(m.v, count, a.v_dim, m.v_tile);
-    for (int p = 0; p < TILE / PANEL && p * PANEL < count; p++) {
-      const char* panel = (const char*)(m.k_tile + (int64_t)p * units * PANEL);
-      rows_of_panel(q, FORMAT, panel, panel, [&](int r, f32x16 x, f32x16 y) __attribute__((always_inline)) {
-        store(m.scores[r] + p * PANEL, x * a.scale);
-        store(m.scores[r] + p * PANEL + 16, y * a.scale);
-      });
-    }
+    const char *k_panels = (const char*)m.k_tile, *v_panels = (const char*)m.v_tile;
+    rows_of_panels(q, FORMAT, k_panels, k_panels, (count + PANEL - 1) / PANEL, units * PANEL * 4, [&](int p, int r, f32x16 x, f32x16 y) __attribute__((always_inline)) {
+      store(m.scores[r] + p * PANEL, x * a.scale);
+      store(m.scores[r] + p * PANEL + 16, y * a.scale);
+    });
     for (int r = 0; r < rows; r++) {
       int low, high;
       visible(a, position + r / g, from, count, t.from, &low, &high);
@@ -481,14 +479,11 @@ __attribute__((noinline)) void prompt_task(const Attention& a, const Task& t, Sc
         w.put(to, i, kv_scaled(a.kv_type) ? x * load<f32x16>(m.v.scale + i) : x);
       }
     }
-    for (int p = 0; p < panels_v; p++) {
-      const char* panel = (const char*)(m.v_tile + (int64_t)p * (TILE / STEP) * PANEL);
-      rows_of_panel(w, FORMAT, panel, panel, [&](int r, f32x16 x, f32x16 y) __attribute__((always_inline)) {
-        float* to = m.out[r] + p * PANEL;
-        store(to, load<f32x16>(to) + x);
-        store(to + 16, load<f32x16>(to + 16) + y);
-      });
-    }
+    rows_of_panels(w, FORMAT, v_panels, v_panels, panels_v, TILE / STEP * PANEL * 4, [&](int p, int r, f32x16 x, f32x16 y) __attribute__((always_inline)) {
+      float* to = m.out[r] + p * PANEL;
+      store(to, load<f32x16>(to) + x);
+      store(to + 16, load<f32x16>(to + 16) + y);
+    });
   }
   for (int r = 0; r < rows; r++) write_out(a, t, r, m.out[r], m.state[r], nullptr, nullptr);
 }

@@ -28,6 +28,8 @@ struct Run {
   Tasks* tasks;                 // per layer group with its own window
   Task** task_memory;
   Scratch* scratch;             // [threads]
+  float* normed;                // [threads][normed_stride] one row of each thread
+  int64_t normed_stride;
   Part* parts;
   float* part_values;
   float* best;                  // [threads][logit rows]
@@ -88,6 +90,8 @@ inline void lay_out(Run& r, Arena& arena, const OctModel& m, int rows, int seqs,
     if (arena.end) r.task_memory[g] = memory;
   }
   r.scratch = arena.take<Scratch>(threads);
+  r.normed_stride = m.hidden + 64;
+  r.normed = arena.take<float>(threads * r.normed_stride);
   r.parts = arena.take<Part>(part_slots(threads) * MOST_DIRECT);
   r.part_values = arena.take<float>(part_slots(threads) * MOST_DIRECT * MOST_DIM);
   r.best = arena.take<float>((int64_t)threads * logit_rows);
@@ -132,9 +136,9 @@ inline void add_and_norm(Run& r, int row, int out_row, const float* branch_norm,
     for (int i = 0; i < n; i += 16) store(h + i, load<f32x16>(h + i) + load<f32x16>(b + i) * scale * load<f32x16>(branch_norm + i));
   }
   const float scale = root_mean_square(h, n, r.model->eps);
-  float* wide = r.feed.wide + (int64_t)out_row * n;
-  for (int i = 0; i < n; i += 16) store(wide + i, load<f32x16>(h + i) * scale * load<f32x16>(norm + i));
-  feed_row(r.feed.inputs, out_row, wide);
+  float* normed = r.normed + (int64_t)Team::me() * r.normed_stride;  // of this thread: stays in its cache
+  for (int i = 0; i < n; i += 16) store(normed + i, load<f32x16>(h + i) * scale * load<f32x16>(norm + i));
+  feed_row(r.feed.inputs, out_row, normed);
 }
 
 ALWAYS f32x16 bias_at(const OctLinear& m, int column) { return m.bias ? load<f32x16>(m.bias + column) : splat(0.f); }
@@ -241,7 +245,8 @@ inline void place_heads(Run& r, const OctLayer& l, int row, int first, int last)
     cos = r.cos + at, sin = r.sin + at;
   }
   for (int h = first; h < last; h++) {
-    float* x = r.qkv + (int64_t)row * l.qkv.n + (int64_t)h * dim;
+    alignas(64) float x[MOST_DIM];
+    memcpy(x, r.qkv + (int64_t)row * l.qkv.n + (int64_t)h * dim, dim * 4);
     if (h < l.heads) {
       norm_and_rotate(x, l, l.q_norm, cos, sin, r.model->eps);
       const int64_t at = ((int64_t)row * l.heads + h) * dim;

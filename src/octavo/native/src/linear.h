@@ -20,6 +20,7 @@ constexpr int MOST_ROWS = 3;
 constexpr int MOST_GROUP_ROWS = MOST_ROWS / 2;  // group formats keep a second set of accumulators
 constexpr int GROUP = 32;                       // inputs that share a scale in the group formats
 constexpr int PANEL = 32;                       // columns of a panel
+constexpr int64_t GROUP_BYTES = 448 << 10;      // of panels that are worked on together: a part of the second-level cache
 constexpr int64_t WARM = 128 << 10;             // bytes fetched while waiting: a part of the second-level cache
 
 ALWAYS constexpr bool is_int8_input(int type) { return type == OCT_I8 || type == OCT_I8_GROUP || type == OCT_I4 || type == OCT_I4_AFFINE; }
@@ -294,15 +295,19 @@ inline Tile tile_for(int type, int rows) {
   }
 }
 
-// All rows against one panel. finish(row, left 16 columns, right 16 columns).
+// All rows against `panels` panels that follow each other, `bytes` apart; next: the panels after them. A block of rows
+// goes through all of them while it is in the cache. finish(panel, row, left 16 columns, right 16 columns).
 template <class Finish>
-ALWAYS void rows_of_panel(const Inputs& x, int type, const char* w, const char* next, Finish finish) {
+ALWAYS void rows_of_panels(const Inputs& x, int type, const char* w, const char* next, int panels, int64_t bytes, Finish finish) {
   alignas(64) float out[MOST_ROWS][PANEL];
   const int blocks = x.blocks();
   for (int b = 0; b < blocks; b++) {
     const int first = b * x.stride, rows = x.rows - first < x.stride ? x.rows - first : x.stride;
-    tile_for(type, rows)(x, b, w, Ahead{next, b, blocks}, out);
-    for (int r = 0; r < rows; r++) finish(first + r, load<f32x16>(out[r]), load<f32x16>(out[r] + 16));
+    const Tile run = tile_for(type, rows);
+    for (int p = 0; p < panels; p++) {
+      run(x, b, w + p * bytes, Ahead{next + p * bytes, b, blocks}, out);
+      for (int r = 0; r < rows; r++) finish(p, first + r, load<f32x16>(out[r]), load<f32x16>(out[r] + 16));
+    }
   }
 }
 
@@ -313,16 +318,25 @@ ALWAYS Stream first_panel(const OctLinear& m) {
   return Team::me() * PANEL < m.n ? Stream{data, data + (bytes < WARM ? bytes : WARM)} : Stream{nullptr, nullptr};
 }
 
+// How many panels a thread takes at a time: with many rows several, so that the rows, which then exceed the cache, are
+// read once for all of them.
+ALWAYS int panels_at_once(const Inputs& x, int64_t bytes) {
+  if (x.blocks() < 8) return 1;
+  const int fit = (int)(GROUP_BYTES / bytes);
+  return fit < 1 ? 1 : fit > 4 ? 4 : fit;
+}
+
 // All rows against the panels that this thread draws. finish(panel, row, left, right) for columns panel*32 .. +31.
 template <class Finish>
 ALWAYS void linear(Team& team, const Inputs& x, const OctLinear& m, Finish finish) {
   const int64_t bytes = panel_bytes(m.type, m.k);
-  const int count = (m.n + PANEL - 1) / PANEL;
+  const int count = (m.n + PANEL - 1) / PANEL, step = panels_at_once(x, bytes);
   const char* data = (const char*)m.data;
-  for (int p = Team::me(), q; p < count; p = q) {
-    q = team.take();
+  for (int p = Team::me() * step, q; p < count; p = q) {
+    q = team.take() * step;
     const char* w = data + p * bytes;
-    rows_of_panel(x, m.type, w, q < count ? data + q * bytes : w, [&](int row, f32x16 l, f32x16 r) __attribute__((always_inline)) { finish(p, row, l, r); });
+    rows_of_panels(x, m.type, w, q + step <= count ? data + q * bytes : w, p + step <= count ? step : count - p, bytes,
+                   [&](int i, int row, f32x16 l, f32x16 r) __attribute__((always_inline)) { finish(p + i, row, l, r); });
   }
 }
 
