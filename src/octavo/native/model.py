@@ -196,8 +196,8 @@ class _Packer:
             counts = self._move(plan, memory)
         else:
             counts = self._convert(plan, memory)
-        if sum(counts) != plan.n:
-            raise ModelError(f"{plan.parts[0].name} and its kin have {sum(counts)} rows; the config says {plan.n}.")
+        if sum(counts) != plan.n or (plan.parts[0].half and counts[0] != counts[1]):
+            raise ModelError(f"{plan.parts[0].name} and its kin have {' + '.join(map(str, counts))} rows; the config says {plan.n}.")
         biases = [self._bias(part, count) for part, count in zip(plan.parts, counts, strict=True)]
         return calls.Linear(memory.ctypes.data, self._fuse_biases(plan, biases), plan.n, plan.k, plan.kind)
 
@@ -207,7 +207,7 @@ class _Packer:
         for part in plan.parts:
             source = self._part(part, plan.k)
             first = 0 if part.half else sum(counts)
-            if first + len(source) > plan.n:
+            if first + len(source) > (plan.n // 2 if part.half else plan.n):
                 raise ModelError(f"{part.name}.weight has {len(source)} rows, more than the config says.")
             pack_rows(source, memory, plan.kind, first=first, half=part.half)
             counts.append(len(source))
@@ -243,7 +243,11 @@ class _Packer:
 
     def _bias(self, part: Part, rows: int) -> NDArray[np.float32]:
         found = self.tensor(f"{part.name}.bias")
-        return np.zeros(rows, np.float32) if found is None else found.float().numpy()
+        if found is None:
+            return np.zeros(rows, np.float32)
+        if found.shape != (rows,):
+            raise ModelError(f"{part.name}.bias is {tuple(found.shape)}; its weight has {rows} rows.")
+        return found.float().numpy()
 
     def _fuse_biases(self, plan: _Matrix, biases: Sequence[NDArray[np.float32]]) -> int | None:
         if not any(bias.any() for bias in biases):

@@ -185,11 +185,12 @@ inline void turn_row(Run& r, int row) {
 inline void store_kv(const OctBatch& b, int type, int block, int64_t at, int64_t scale_at, int64_t index, const float* x, int dim, bool finite) {
   uint8_t* page = b.kv + block * b.page_bytes;
   alignas(64) float clean[MOST_DIM];
+  const f32x16 largest = splat(type == OCT_F16 ? 65504.f : 0x1.fep127f);  // the largest numbers of both
   f32x16 top = splat(0.f);
   for (int i = 0; i < dim; i += 16) {
     f32x16 v = load<f32x16>(x + i);
     if (finite) v = v - v == 0.f ? v : splat(0.f);
-    if (type == OCT_F16) v = vmin(vmax(v, splat(-65504.f)), splat(65504.f));
+    if (type == OCT_BF16 || type == OCT_F16) v = vmin(largest, vmax(-largest, v));  // in this order NaN stays
     top = vmax(top, vmax(v, -v));
     store(clean + i, v);
   }
