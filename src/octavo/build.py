@@ -167,6 +167,7 @@ def log_header(
     config: EngineConfig, loaded: LoadedModel, layout: Layout, pages: int, settings: SchedulerConfig
 ) -> LogHeader:
     """What a decision log of this engine has to say first."""
+    stored = cache_dtype(config.kv_dtype, loaded.dtype)
     return LogHeader(
         strategy=config.kv_strategy,
         pages=pages,
@@ -174,7 +175,7 @@ def log_header(
         windows=layout.windows,
         sharing=config.enable_prefix_caching,
         scheduler=settings,
-        engine_identity=(loaded.name, str(loaded.dtype), loaded.weights, cache_dtype(config.kv_dtype, loaded.dtype).name),
+        engine_identity=(loaded.name, str(loaded.dtype), loaded.weights, stored.name),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -70,8 +70,11 @@ def native_subject(name: str, new: int = 24) -> Subject:
 
 
 @cache
-def real_subject(name: str, lengths: tuple[int, ...], new: int) -> Subject:
-    model = load_model(name, dtype="float32", device="cpu")
+def real_subject(name: str, lengths: tuple[int, ...], new: int, implementation: str = "transformers") -> Subject:
+    """The reference's tokens are computed once, whoever computes the subject's."""
+    model = load_model(name, dtype="float32", device="cpu", implementation=implementation)
+    if implementation != "transformers":
+        return replace(real_subject(name, lengths, new), model=model)
     prompts = random_prompts(model.vocab_size, lengths)
     plain = copy.copy(model.module)
     wanted = [reference(plain, prompt, new) for prompt in prompts]

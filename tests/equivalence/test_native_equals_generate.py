@@ -11,7 +11,8 @@ import pytest
 from octavo.kv.strategies import STRATEGIES
 from octavo.runner.native_runner import NativeRunner
 from octavo.types import SamplingParams
-from tests.equivalence.harness import engine_for, generate, native_subject, random_prompts
+from tests.equivalence.harness import engine_for, generate, native_subject, random_prompts, real_subject
+from tests.equivalence.test_engine_equals_generate import REAL, REAL_SETTINGS
 from tests.native.needs import library, needs_native, python, usable_isas
 from tests.runner.tiny import NATIVE
 
@@ -56,12 +57,12 @@ def test_paged_serves_every_family(name: str) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["native-llama", "native-gemma3"])
-def test_every_strategy_and_block_gives_the_same_tokens(name: str, strategy: str, block: int) -> None:
-    subject = native_subject(name)
-    built = engine_for(subject, strategy=strategy, block=block, chunk=16, pool_tokens=1536)
-    (answer,) = generate(built, subject)
-    assert answer == subject.wanted
+def test_every_strategy_and_block_gives_the_same_tokens(strategy: str, block: int) -> None:
+    for name in ("native-llama", "native-mistral"):
+        subject = native_subject(name)
+        built = engine_for(subject, strategy=strategy, block=block, chunk=16, pool_tokens=1536)
+        (answer,) = generate(built, subject)
+        assert answer == subject.wanted, name
 
 
 @pytest.mark.slow
@@ -132,17 +133,32 @@ def test_samples_that_share_a_prompt_equal_single_runs(name: str, strategy: str)
     assert together == [run(params.for_sample(i))[0] for i in range(4)]
 
 
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.parametrize("setting", REAL_SETTINGS[2:], ids=lambda setting: "-".join(map(str, setting)))
+@pytest.mark.parametrize("name", REAL)
+def test_real_models(name: str, setting: tuple[str, int, int, int, int, int]) -> None:
+    strategy, block, chunk, batch, preempt_every, rounds = setting
+    subject = real_subject(name, REAL[name], 64, "native")
+    built = engine_for(
+        subject, strategy=strategy, block=block, chunk=chunk, batch=batch, pool_tokens=8192, max_model_len=640
+    )
+    for answer in generate(built, subject, preempt_every=preempt_every, rounds=rounds):
+        assert answer == subject.wanted
+
+
 @pytest.mark.usefixtures("_best_isa_afterwards")
 @pytest.mark.parametrize("name", NATIVE)
 @pytest.mark.parametrize("isa", usable_isas())
 def test_every_instruction_set_gives_the_same_tokens(isa: str, name: str) -> None:
     subject = native_subject(name)
     library().use_isa(isa)
-    for block in (8, 16):
-        (answer,) = generate(engine_for(subject, block=block, chunk=32), subject)
-        assert answer == subject.wanted, f"block {block}"
+    (answer,) = generate(engine_for(subject, block=16, chunk=32), subject)
+    assert answer == subject.wanted
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ("avx2", "portable") if isa in usable_isas()])
+@pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=[pytest.mark.slow] * (isa == "portable")) for isa in usable_isas()[-2:]]
+)
 def test_a_process_without_avx512_gives_the_same_tokens(isa: str) -> None:
     assert python(WHOLE_PROCESS, OCTAVO_ISA=isa) == isa

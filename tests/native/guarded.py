@@ -1,5 +1,7 @@
-"""Run by test_memory.py: attention over a cache that lies between pages nobody may read. Each case runs in a child, which
-a stray read ends; the cases whose child did not come back well are printed."""
+"""Run by test_memory.py: attention over a cache that lies between pages nobody may read.
+
+Each case runs in a child, which a stray read ends; the cases whose child did not come back well are printed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import os
 import numpy as np
 
 from octavo.native import calls
+from octavo.runner.store import SPARE
 
 GUARD = 1 << 20
 TYPES = {"float32": calls.F32, "bfloat16": calls.BF16, "float16": calls.F16, "int8": calls.I8, "fp8": calls.FP8}
@@ -50,7 +53,7 @@ def attend(dtype: str, kv: str, dim: int, block: int, window: int, heads: int) -
     element = BYTES[kv]
     scales = 2 * 2 * block if element == 1 else 0
     page_bytes = 2 * block * dim * element + scales
-    base, _keep = guarded(blocks * page_bytes)
+    base, _keep = guarded(blocks * page_bytes + SPARE)
     for count in (1, 5, 40):
         start = LENGTH - count
         table = np.arange(blocks, dtype=np.int32)

@@ -35,12 +35,13 @@ SIZES = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8, "tie_word_embeddings": True}
 CONFIGS = {
     "llama": lambda: tf.LlamaConfig(**SIZES),
     "qwen2": lambda: tf.Qwen2Config(**SIZES),
     "qwen3": lambda: tf.Qwen3Config(**SIZES | {"head_dim": 128}),
-    "gemma2": lambda: tf.Gemma2Config(**SIZES | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8}),
-    "gemma3": lambda: tf.Gemma3TextConfig(**SIZES | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8}),
+    "gemma2": lambda: tf.Gemma2Config(**SIZES | GEMMA),
+    "gemma3": lambda: tf.Gemma3TextConfig(**SIZES | GEMMA),
     "phi3": lambda: tf.Phi3Config(**SIZES),
 }
 EXACT = {Q.Q8_0: "int8_group", Q.Q5_0: "int8_group", Q.Q4_0: "int4", Q.Q4_1: "int4_affine"}
@@ -181,8 +182,8 @@ def test_every_architecture_computes_what_its_module_does(architecture: str, tmp
 def test_blocks_give_the_probabilities_of_the_dequantised_weights(
     architecture: str, kind: gguf.GGMLQuantizationType, tmp_path: Path
 ) -> None:
-    """Within what rounding the inputs of each matrix to 8 bits costs in two layers of random weights: 1.5 to 3.5 % of the
-    standard deviation."""
+    """Within what rounding the inputs of each matrix to 8 bits costs in two layers of random weights: 1.5 to 3.5 % of
+    the standard deviation."""
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(module_of(architecture), architecture, path, kind)
     blocks, floats = load_model(str(path), device="cpu"), load_model(str(path), dtype="float32", device="cpu")

@@ -1,4 +1,4 @@
-"""The attention reads no byte outside the cache, not even one whose weight is 0."""
+"""The attention reads no byte outside the cache and the few spare ones behind it, not even one whose weight is 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One layer's attention over a scrambled paged cache, by any backend: random rows, trimmed windows, garbage elsewhere."""
+"""One layer's attention over a scrambled paged cache, by any backend: random rows, garbage in unused slots."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch
 from attending import Scene, Shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.native.needs import library, needs_native, python, usable_isas
 from tiny import ATTENDED, NATIVE, tiny_module
 
 from octavo.kv.groups import page_layout
@@ -19,7 +20,6 @@ from octavo.native.library import Library
 from octavo.runner.attention.cpu import CpuAttention, why_not
 from octavo.runner.attention.reference import ReferenceAttention
 from octavo.runner.torch_runner import TorchRunner
-from tests.native.needs import library, needs_native, python, usable_isas
 
 FLOAT32 = 4e-5  # largest difference of float32 results of about 1
 HALF = {torch.bfloat16: 0.03, torch.float16: 0.002}

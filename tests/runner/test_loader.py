@@ -18,6 +18,7 @@ from octavo.models.errors import ModelError
 from octavo.models.loader import load_model, loaded
 from octavo.models.shapes import max_positions, position_limit
 from octavo.models.tokenizer import Tokenizer
+from octavo.native import calls
 from octavo.runner.torch_runner import TorchRunner
 from octavo.types import RequestError, SamplingParams
 
@@ -79,7 +80,9 @@ def test_broken_checkpoints(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, other)
     config = (other / "config.json").read_text()
     (other / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
-    assert "lacks 9 weights" in error(str(other))
+    assert "lacks 9 weights" in error(str(other), implementation="transformers")
+    if calls.kernels() is not None:
+        assert "has no tensor model.layers.3.self_attn.q_proj.weight" in error(str(other))
     (other / "config.json").write_text("{not json")
     assert "cannot be loaded" in error(str(other))
 
@@ -127,7 +130,7 @@ def test_gguf_written_from_a_tiny_model_loads_back(architecture: str, tmp_path: 
     module = tiny_module(architecture)
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(module, architecture, path)
-    model = load_model(str(path), dtype="float32", device="cpu")
+    model = load_model(str(path), dtype="float32", device="cpu", implementation="transformers")
     with torch.inference_mode():
         ids = torch.tensor([[5, 6, 7, 8]])
         assert torch.allclose(model.module(ids).logits, module(ids).logits, atol=1e-5)
@@ -182,7 +185,30 @@ def variant(saved: Path, tmp_path: Path) -> Callable[..., str]:
 def test_a_config_that_transformers_cannot_use(
     variant: Callable[..., str], config: dict[str, object], word: str
 ) -> None:
+    assert word in error(variant(config), implementation="transformers")
+
+
+@pytest.mark.skipif(calls.kernels() is None, reason="liboctavo.so was not built or is switched off")
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"num_attention_heads": 5}, "not a multiple of the number of attention heads (5)"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"vocab_size": 198}, "has 199 rows, more than the config says"),
+        ({"intermediate_size": 80}, "64 rows; the config says 160"),
+    ],
+)
+def test_a_config_that_the_native_code_cannot_use(
+    variant: Callable[..., str], config: dict[str, object], word: str
+) -> None:
     assert word in error(variant(config))
+
+
+def test_loading_says_where_the_time_went(saved: Path) -> None:
+    model = load_model(str(saved), device="cpu")
+    assert {"config", "finding the files"} < set(model.load_seconds)
+    assert all(seconds >= 0 for seconds in model.load_seconds.values())
 
 
 @pytest.mark.parametrize(

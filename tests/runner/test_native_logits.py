@@ -9,11 +9,11 @@ import pytest
 import torch
 from native_logits import distance, native_logprobs, own_logprobs, small_module, spread, text
 from quantised_twin import quantised_twin
+from tests.native.needs import library, needs_native, usable_isas
 from tiny import NATIVE
 
 from octavo.kv.dtypes import ENGINE_NAMES as KV_DTYPES
 from octavo.native.library import Library
-from tests.native.needs import library, needs_native, usable_isas
 
 pytestmark = needs_native
 QUANTISED = ("int8", "int8_group", "int4", "int4_affine")
@@ -24,7 +24,9 @@ FURTHEST_KV = {"float32": 3e-6, "float16": 0.002, "bfloat16": 0.01, "int8": 0.02
 SHAPES = {
     "native-llama": dict(hidden_size=96, intermediate_size=160, num_hidden_layers=1),
     "native-llama-linear-rope-biases": dict(hidden_size=32, intermediate_size=96, num_hidden_layers=1),
-    "native-gemma3": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, layer_types=["full_attention"] * 2),
+    "native-gemma3": dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, layer_types=["full_attention"] * 2
+    ),
     "native-granite": dict(intermediate_size=96, num_hidden_layers=1),
 }
 

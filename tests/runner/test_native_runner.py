@@ -11,6 +11,9 @@ import pytest
 import torch
 from driver import Driver
 from native_logits import small_module
+from tests.equivalence.harness import Subject, engine_for, generate, native_subject, random_prompts
+from tests.equivalence.test_answers_do_not_depend_on_neighbours import Letters, answers, essence, logprobs
+from tests.native.needs import needs_native, python
 from tiny import tiny_module
 
 from octavo.kv.api import Copy, View
@@ -25,9 +28,6 @@ from octavo.runner.quantise import stored_dtype
 from octavo.runner.store import KVStore
 from octavo.runner.torch_runner import TorchRunner
 from octavo.types import SamplingParams
-from tests.equivalence.harness import Subject, engine_for, generate, native_subject, random_prompts
-from tests.equivalence.test_answers_do_not_depend_on_neighbours import Letters, answers, essence, logprobs
-from tests.native.needs import needs_native, python
 
 pytestmark = needs_native
 CPU = torch.device("cpu")
@@ -261,7 +261,7 @@ def test_quantised_weights_of_a_model_that_is_not_native_are_refused_with_the_re
 
 @pytest.mark.parametrize("weights", ["int8_group", "int4", "int4_affine"])
 def test_inputs_that_are_no_whole_groups_are_refused(saved: Path, weights: str) -> None:
-    with pytest.raises(ModelError, match="48 inputs; .* multiple of 32"):
+    with pytest.raises(ModelError, match=r"48 inputs; .* multiple of 32"):
         load_model(str(saved), dtype="float32", device="cpu", weights=weights)
     assert load_model(str(saved), dtype="float32", device="cpu", weights="int8").native is not None
 
@@ -281,7 +281,7 @@ def test_a_missing_tensor_is_named(saved: Path, name: str) -> None:
     [
         ("model.embed_tokens", (150, 48), "have 150 rows; the config says 199"),
         ("model.embed_tokens", (199, 32), r"is \(199, 32\); the config says 48 columns"),
-        ("model.layers.0.self_attn.q_proj", (64, 48), r"64 \\+ 64 \\+ 64 rows; the config says 256"),
+        ("model.layers.0.self_attn.q_proj", (64, 48), r"64 \+ 64 \+ 64 rows; the config says 256"),
         ("model.layers.0.self_attn.q_proj", (2048, 48), "has 2048 rows, more than the config says"),
         ("model.layers.0.mlp.up_proj", (48, 48), r"64 \+ 48 rows; the config says 128"),
         ("model.layers.0.mlp.gate_proj", (96, 48), "has 96 rows, more than the config says"),
@@ -315,7 +315,7 @@ def test_a_misshapen_bias_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_architecture_is_refused(saved: Path, tmp_path: Path) -> None:
     tiny_module("native-phi3").config.save_pretrained(saved)
-    with pytest.raises(ModelError, match="config says|no tensor"):
+    with pytest.raises(ModelError, match=r"config says|no tensor"):
         load_model(str(saved), dtype="float32", device="cpu")
 
 

@@ -48,7 +48,8 @@ def described(config: object) -> tuple[object, ...]:
         spec = shown(decoder_spec(config, layers, shared, torch.bfloat16))
     except NotNative as reason:
         spec = str(reason)
-    return spec, layers, shared, position_limit(config), eos_ids(None, config, None), config.get_text_config().vocab_size
+    vocabulary = config.get_text_config().vocab_size  # type: ignore[attr-defined]
+    return spec, layers, shared, position_limit(config), eos_ids(None, config, None), vocabulary
 
 
 def shown(spec: DecoderSpec) -> str:
@@ -189,7 +190,7 @@ def test_a_broken_tokenizer_is_one_sentence_at_first_use(directory: Path) -> Non
     file.write_text(file.read_text().replace('"type": "BPE"', '"type": "no such type"'))
     tokenizer = late(directory)
     assert tokenizer.eos_token_id is not None
-    with pytest.raises(ModelError, match="the tokenizer in .* cannot be read"):
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be read"):
         tokenizer.encode("ab")
-    with pytest.raises(ModelError, match="the tokenizer in .* cannot be read"):
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be read"):
         tokenizer.decode([1])

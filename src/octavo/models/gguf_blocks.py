@@ -61,7 +61,7 @@ def _words(values: NDArray[Any]) -> NDArray[np.uint32]:
 
 def _nibbles(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """32 numbers below 16 as 16 bytes, the second half in the high nibbles."""
-    out: NDArray[np.uint8] = values[..., :16] | values[..., 16:] << 4
+    out: NDArray[Any] = values[..., :16] | values[..., 16:] << 4
     return out
 
 
@@ -79,7 +79,7 @@ def _q4_1(rows: Rows) -> Blocks:
 def _q5_0(rows: Rows) -> Blocks:
     block = rows.view(_Q5_0)
     high = np.unpackbits(np.ascontiguousarray(block["high"]), axis=-1, bitorder="little")
-    numbers = np.concatenate([block["q"] & 15, block["q"] >> 4], -1) | high << 4
+    numbers: NDArray[Any] = np.concatenate([block["q"] & 15, block["q"] >> 4], -1) | high << 4
     return Blocks("int8_group", _words(numbers + np.uint8(112)), np.ascontiguousarray(block["d"]))  # q - 16 + 128
 
 

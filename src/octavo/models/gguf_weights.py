@@ -50,7 +50,7 @@ def can_read(file: GgufHeader) -> bool:
 
 
 class GgufWeights:
-    """Implements `native.model.Stored`, and `tensor` beside it. Tensors are read from the mapped file when asked for."""
+    """Implements `native.model.Stored`, and `tensor` beside it. The mapped file is read when a tensor is asked for."""
 
     def __init__(self, file: GgufHeader, spec: DecoderSpec) -> None:
         self._file, self._spec = file, spec

@@ -122,7 +122,7 @@ def load_model(
     """Load a model in `dtype` (auto, float32, bfloat16, float16) on `device` (auto, cpu, cuda, cuda:1 …).
 
     `auto` dtype is the checkpoint's for safetensors; for GGUF it is bfloat16 where the device computes in it and
-    float32 elsewhere. `weights`: auto (as `dtype` says; a GGUF file's own quantised blocks where dtype is auto, too) or a
+    float32 elsewhere. `weights`: auto (as `dtype` says; where that is auto, too, a GGUF file's own blocks) or a
     quantised format of the native code, made while loading. `implementation`: native (our decoder), transformers, or
     auto: native where it can run the model. Raises ModelError.
     """
@@ -244,9 +244,7 @@ def _load_gguf(name: str, path: Path, choice: Choice, phases: Phases) -> LoadedM
         with phases.timed("tokenizer"):
             tokenizer = tokenizer_from_gguf(header)
         with phases.timed("weights"):
-            return loaded(
-                name, module, tokenizer, choice.device, native=choice.may_be_native, weights=choice.weights
-            )
+            return loaded(name, module, tokenizer, choice.device, native=choice.may_be_native, weights=choice.weights)
 
 
 def _load_gguf_native(name: str, header: GgufHeader, choice: Choice, phases: Phases) -> LoadedModel | None:
@@ -307,9 +305,7 @@ def _load_directory(name: str, path: Path, choice: Choice, phases: Phases) -> Lo
             return replace(_load_module(name, path, config, choice), not_native=why)
 
 
-def _load_native(
-    name: str, path: Path, config: Any, choice: Choice, phases: Phases
-) -> tuple[LoadedModel | None, str]:
+def _load_native(name: str, path: Path, config: Any, choice: Choice, phases: Phases) -> tuple[LoadedModel | None, str]:
     """The model with its tensors packed straight from the mapped files; or why the native code cannot run it."""
     with Checkpoint(path) as checkpoint:
         dtype = DTYPES.get(choice.dtype) or getattr(config, "dtype", None) or checkpoint.dtype
@@ -364,8 +360,8 @@ def _read_config(path: Path, *, plain: bool) -> Any:
             "choose another model or update transformers."
         )
     for part in (data, *(value for value in data.values() if isinstance(value, dict))):
-        for field in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-            _check_layers(path / "config.json", part.get(field))
+        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+            _check_layers(path / "config.json", part.get(name))
     if not marked:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     with tempfile.TemporaryDirectory() as folder:  # transformers takes no byte order mark: it reads a clean copy

@@ -66,7 +66,8 @@ def plain_config(data: Mapping[str, Any]) -> PlainConfig | None:
     dtype = data.get("dtype") or data.get("torch_dtype")
     rope = _rope(data)
     activation = data.get("hidden_activation" if family.startswith("gemma") else "hidden_act")
-    if rope is None or not isinstance(dtype, (str, type(None))) or dtype not in _DTYPES or activation not in ACTIVATIONS:
+    known = isinstance(dtype, (str, type(None))) and dtype in _DTYPES and isinstance(activation, str)
+    if rope is None or not known or activation not in ACTIVATIONS:
         return None
     values = dict(data) | {"dtype": _DTYPES[dtype], "rope_parameters": rope}
     if values.get("head_dim") is None:
@@ -122,4 +123,4 @@ def _plain_rope(rope: Any) -> bool:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value and isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and isfinite(value)

@@ -1,4 +1,4 @@
-"""A tokenizer straight from tokenizer.json with the `tokenizers` library, where transformers would do no more than that.
+"""A tokenizer straight from tokenizer.json with the `tokenizers` library, where transformers would do no more.
 
 Importing transformers takes longer than starting a small model. Chat templates stay with transformers, and so does
 every tokenizer whose files say more than what is checked here.
@@ -32,7 +32,7 @@ class PlainTokenizer:
     has_chat_template: bool
 
     def backend(self) -> Any | None:
-        """The `tokenizers` tokenizer; None if transformers has to make it after all. Raises what that library raises."""
+        """The `tokenizers` tokenizer; None if transformers has to make it after all. Raises what that library does."""
         from tokenizers import Tokenizer
 
         backend: Any = Tokenizer.from_file(str(self.path / "tokenizer.json"))
@@ -56,7 +56,8 @@ def _plain(path: Path, config: dict[str, Any], added: dict[str, dict[str, Any]])
     if config.get("tokenizer_class") not in _CLASSES or any((path / name).exists() for name in _OTHER_FILES):
         return None
     template = config.get("chat_template")
-    if any(config.get(name) for name in _UNUSUAL) or "eos_token" not in config or not isinstance(template, (str, type(None))):
+    plain = "eos_token" in config and isinstance(template, (str, type(None)))
+    if not plain or any(config.get(name) for name in _UNUSUAL):
         return None
     named = [_content(config.get(name)) for name in _NAMED]
     named += [_content(token) for token in _extra(config)]

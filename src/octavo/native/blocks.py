@@ -34,7 +34,7 @@ class Blocks:
 
     @property
     def inputs(self) -> int:
-        return self.words.shape[1] * GROUP
+        return int(self.words.shape[1]) * GROUP
 
     def rows(self, first: int, last: int) -> Blocks:
         minima = None if self.minima is None else self.minima[first:last]

@@ -160,8 +160,8 @@ class _Packer:
         out, about = calls.Layer(), self.spec.layers[i]
         for name, plan in self._layers[i].items():
             setattr(out, name, self._linear(plan))
-        for place, name in norm_names(self.spec, i).items():
-            setattr(out, place, self._norm(name, about.head_dim if place in ("q_norm", "k_norm") else self.spec.hidden))
+        for at, name in norm_names(self.spec, i).items():
+            setattr(out, at, self._norm(name, about.head_dim if at in ("q_norm", "k_norm") else self.spec.hidden))
         out.heads, out.kv_heads, out.head_dim = about.heads, about.kv_heads, about.head_dim
         out.window = about.window or 0
         out.rope = -1 if about.rope is None else about.rope
@@ -197,7 +197,9 @@ class _Packer:
         else:
             counts = self._convert(plan, memory)
         if sum(counts) != plan.n or (plan.parts[0].half and counts[0] != counts[1]):
-            raise ModelError(f"{plan.parts[0].name} and its kin have {' + '.join(map(str, counts))} rows; the config says {plan.n}.")
+            raise ModelError(
+                f"{plan.parts[0].name} and its kin have {' + '.join(map(str, counts))} rows; the config says {plan.n}."
+            )
         biases = [self._bias(part, count) for part, count in zip(plan.parts, counts, strict=True)]
         return calls.Linear(memory.ctypes.data, self._fuse_biases(plan, biases), plan.n, plan.k, plan.kind)
 

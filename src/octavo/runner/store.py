@@ -12,6 +12,8 @@ from octavo.kv.groups import LayerKV, Layout, page_layout
 from octavo.native.memory import huge_pages
 from octavo.runner.quantise import dequantise, narrow, quantise
 
+SPARE = 64  # readable bytes behind the last page: C++ takes V in pairs of vectors, where a head may end after one
+
 
 class StoreError(OctavoError):
     """A cache that cannot be built or a copy that cannot be done."""
