@@ -10,7 +10,6 @@ import pytest
 
 from octavo import LLM, OctavoError, RequestError, SamplingParams
 from octavo.log import replay
-from octavo.runner.torch_runner import TorchRunner
 from octavo.types import FinishReason
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -151,7 +150,7 @@ def test_failed_step_is_raised_and_the_next_call_works(llm: LLM, monkeypatch: py
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TorchRunner, "run", fail)
+        patch.setattr(type(llm.engine.runner), "run", fail)
         with pytest.raises(OctavoError, match="out of memory"):
             generate(llm, [[5, 6], [7, 8]])
     assert len(generate(llm, [[5, 6]])[0].outputs[0].token_ids) == 6

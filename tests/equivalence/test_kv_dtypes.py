@@ -150,7 +150,7 @@ def test_the_log_names_the_kv_dtype(tmp_path: Path) -> None:
     assert built.log is not None
     built.log.close()
     assert json.loads((tmp_path / "log.jsonl").open().readline())["engine_identity"] == [
-        "wide", "torch.float32", "int8",
+        "wide", "torch.float32", "float32", "int8",
     ]  # fmt: skip
 
 

@@ -44,7 +44,8 @@ def test_real_model_equals_generate(name: str, lengths: tuple[int, ...]) -> None
 
 @pytest.mark.real_model
 def test_demo_answers_a_question() -> None:
-    model = load_model("demo", device="cpu")
+    # In bfloat16: with the file's 4-bit blocks two first words are nearly tied (log probabilities -1.88 and -1.96).
+    model = load_model("demo", dtype="bfloat16", device="cpu")
     assert model.tokenizer is not None
     assert model.has_chat_template
     assert model.max_positions == 8192

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
@@ -78,10 +77,7 @@ class Attend(Structure):
         ("batch", Batch),
         *((name, c_void_p) for name in ("q", "out", "sinks")),
         *((name, c_int64) for name in ("k_at", "v_at", "k_scale_at", "v_scale_at")),
-        *(
-            (name, c_int32)
-            for name in ("heads", "kv_heads", "k_dim", "v_dim", "window", "group", "type", "kv_type")
-        ),
+        *((name, c_int32) for name in ("heads", "kv_heads", "k_dim", "v_dim", "window", "group", "type", "kv_type")),
         *((name, c_float) for name in ("scale", "softcap")),
         ("threads", c_int32),
         ("pad", c_int32),

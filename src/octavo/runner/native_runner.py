@@ -120,9 +120,8 @@ class NativeRunner:
     def _reserve_scratch(self, tokens: int, seqs: int, rows: int) -> None:
         """Grow the working memory to what the step needs. Sizes are rounded up so that it seldom has to grow."""
         if tokens > self._room[0] or seqs > self._room[1] or rows > self._room[2]:
-            self._room = tuple(
-                max(had, 1 << (need - 1).bit_length()) for had, need in zip(self._room, (tokens, seqs, rows), strict=True)
-            )
+            needed = zip(self._room, (tokens, seqs, rows), strict=True)
+            self._room = tuple(max(had, 1 << (need - 1).bit_length()) for had, need in needed)
             self._scratch = np.empty(self.scratch_bytes(*self._room), np.uint8)
             self._call.scratch, self._call.scratch_bytes = self._scratch.ctypes.data, len(self._scratch)
 
@@ -165,9 +164,7 @@ class NativeRunner:
         return sum(used for used in self.layout.used_bytes) // self.layout.block_size
 
 
-def _placed(
-    model: NativeModel, layers: Seq[LayerKV], layout: Layout, store: KVStore
-) -> "ctypes.Array[calls.Layer]":
+def _placed(model: NativeModel, layers: Seq[LayerKV], layout: Layout, store: KVStore) -> ctypes.Array[calls.Layer]:
     """The layers' structs with the places of their KV in this store's pages."""
     placed = (calls.Layer * len(model.layers)).from_buffer_copy(model.layers)
     base = store.buffer.data_ptr()
