@@ -93,6 +93,7 @@ def transformers(name: str) -> Peer:
 _ALL = [
     octavo("octavo"),
     octavo("octavo-int8", "weights=int8", weights="int8"),
+    octavo("octavo-int4", "weights=int4", weights="int4"),
     octavo("octavo-int8-kv8", "weights=int8", "kv_dtype=int8", weights="int8", kv="u8"),
     openvino("openvino", "bf16", "bf16"),
     openvino("openvino-kv8", "bf16", "u8"),

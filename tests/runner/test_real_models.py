@@ -30,7 +30,7 @@ def _prompts(model: LoadedModel, lengths: tuple[int, ...]) -> list[list[int]]:
     [("demo", (1, 15, 16, 17, 64, 120, 200, 333)), ("gemma3-270m", (2, 15, 16, 17, 64, 200, 500, 530))],
 )
 def test_real_model_equals_generate(name: str, lengths: tuple[int, ...]) -> None:
-    model = load_model(name, dtype="float32", device="cpu")
+    model = load_model(name, dtype="float32", device="cpu", implementation="transformers")
     prompts = _prompts(model, lengths)
     wanted = [reference(model.module, p, NEW) for p in prompts]
     for block_size, chunk, batch in ((16, 64, 8), (4, 512, 8), (16, 512, 1)):

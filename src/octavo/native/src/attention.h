@@ -461,7 +461,7 @@ __attribute__((noinline)) void prompt_task(const Attention& a, const Task& t, Sc
     pack_k<HALF>(m.k, count, a.k_dim, m.k_tile);
     pack_v<HALF>(m.v, count, a.v_dim, m.v_tile);
     const char *k_panels = (const char*)m.k_tile, *v_panels = (const char*)m.v_tile;
-    rows_of_panels(q, FORMAT, k_panels, k_panels, (count + PANEL - 1) / PANEL, units * PANEL * 4, [&](int p, int r, f32x16 x, f32x16 y) __attribute__((always_inline)) {
+    rows_of_panels(q, 0, q.blocks(), FORMAT, k_panels, k_panels, (count + PANEL - 1) / PANEL, units * PANEL * 4, [&](int p, int r, f32x16 x, f32x16 y) __attribute__((always_inline)) {
       store(m.scores[r] + p * PANEL, x * a.scale);
       store(m.scores[r] + p * PANEL + 16, y * a.scale);
     });
@@ -479,7 +479,7 @@ __attribute__((noinline)) void prompt_task(const Attention& a, const Task& t, Sc
         w.put(to, i, kv_scaled(a.kv_type) ? x * load<f32x16>(m.v.scale + i) : x);
       }
     }
-    rows_of_panels(w, FORMAT, v_panels, v_panels, panels_v, TILE / STEP * PANEL * 4, [&](int p, int r, f32x16 x, f32x16 y) __attribute__((always_inline)) {
+    rows_of_panels(w, 0, w.blocks(), FORMAT, v_panels, v_panels, panels_v, TILE / STEP * PANEL * 4, [&](int p, int r, f32x16 x, f32x16 y) __attribute__((always_inline)) {
       float* to = m.out[r] + p * PANEL;
       store(to, load<f32x16>(to) + x);
       store(to + 16, load<f32x16>(to + 16) + y);
@@ -587,10 +587,7 @@ inline void warm_up(const Attention& a, const Tasks& tasks) {
 // The whole attention of one layer, by all threads of a team; a barrier with `alone` and `warm` follows.
 template <class Alone>
 void attend(Team& team, const Attention& a, const Tasks& tasks, Scratch& mine, Part* parts, float* values, Alone alone, Stream warm = {nullptr, nullptr}) {
-  for (int i = Team::me(), next; i < tasks.count; i = next) {
-    next = team.take();
-    run_task(a, tasks.tasks[i], next < tasks.count ? tasks.tasks + next : nullptr, mine, parts, values);
-  }
+  team.deal(tasks.count, [&](int i, int next) { run_task(a, tasks.tasks[i], next < 0 ? nullptr : tasks.tasks + next, mine, parts, values); });
   if (!tasks.split_tasks) return team.barrier(alone, warm);
   team.barrier([] {}, warm);
   team.share(tasks.split_tasks, 1, [&](int i, int) { join_parts(a, tasks.splits[i], parts, values); }, alone);

@@ -317,10 +317,14 @@ inline void layer(Team& team, Run& r, int index) {
 
   Attention a{&r.step->batch, r.q, m.compute == OCT_BF16, r.feed.wide, false,
               l.k_at, l.v_at, l.k_scale_at, l.v_scale_at, l.heads, l.kv_heads, l.head_dim, l.head_dim, l.window, l.group, m.kv_type, l.scale, l.softcap, l.sinks};
-  const int heads = l.heads + 2 * l.kv_heads, shares = rows >= 4 * r.threads ? 1 : heads;
-  for (int i = Team::me(); i < rows * shares; i = team.take()) {
-    const int at = i % shares;
-    place_heads(r, l, i / shares, heads * at / shares, heads * (at + 1) / shares);
+  const int heads = l.heads + 2 * l.kv_heads, own = r.feed.inputs.stride;
+  if (rows >= 4 * r.threads) {
+    team.drain([&](int q) { return own * (team.part(r.feed.inputs.blocks(), q + 1) - team.part(r.feed.inputs.blocks(), q)); }, [&](int q, int item, int) {
+      const int row = own * team.part(r.feed.inputs.blocks(), q) + item;
+      if (row < rows) place_heads(r, l, row, 0, heads);
+    });
+  } else {
+    team.deal(rows * heads, [&](int i, int) { place_heads(r, l, i / heads, i % heads, i % heads + 1); });
   }
   warm_up(a, r.tasks[l.group]);
   team.barrier([&] { r.spent(OCT_NORM_ROPE); });

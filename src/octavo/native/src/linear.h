@@ -21,6 +21,7 @@ constexpr int MOST_GROUP_ROWS = MOST_ROWS / 2;  // group formats keep a second s
 constexpr int GROUP = 32;                       // inputs that share a scale in the group formats
 constexpr int PANEL = 32;                       // columns of a panel
 constexpr int64_t GROUP_BYTES = 448 << 10;      // of panels that are worked on together: a part of the second-level cache
+constexpr int OWN_BLOCKS = 2;                   // blocks of rows per thread from which on each thread keeps to its own
 constexpr int64_t WARM = 128 << 10;             // bytes fetched while waiting: a part of the second-level cache
 
 ALWAYS constexpr bool is_int8_input(int type) { return type == OCT_I8 || type == OCT_I8_GROUP || type == OCT_I4 || type == OCT_I4_AFFINE; }
@@ -295,17 +296,16 @@ inline Tile tile_for(int type, int rows) {
   }
 }
 
-// All rows against `panels` panels that follow each other, `bytes` apart; next: the panels after them. A block of rows
-// goes through all of them while it is in the cache. finish(panel, row, left 16 columns, right 16 columns).
+// Blocks [from, to) of the rows against `panels` panels that follow each other, `bytes` apart; next: the panels after
+// them. A block of rows goes through all of them while it is in the cache. finish(panel, row, left 16 columns, right 16).
 template <class Finish>
-ALWAYS void rows_of_panels(const Inputs& x, int type, const char* w, const char* next, int panels, int64_t bytes, Finish finish) {
+ALWAYS void rows_of_panels(const Inputs& x, int from, int to, int type, const char* w, const char* next, int panels, int64_t bytes, Finish finish) {
   alignas(64) float out[MOST_ROWS][PANEL];
-  const int blocks = x.blocks();
-  for (int b = 0; b < blocks; b++) {
+  for (int b = from; b < to; b++) {
     const int first = b * x.stride, rows = x.rows - first < x.stride ? x.rows - first : x.stride;
     const Tile run = tile_for(type, rows);
     for (int p = 0; p < panels; p++) {
-      run(x, b, w + p * bytes, Ahead{next + p * bytes, b, blocks}, out);
+      run(x, b, w + p * bytes, Ahead{next + p * bytes, b - from, to - from}, out);
       for (int r = 0; r < rows; r++) finish(p, first + r, load<f32x16>(out[r]), load<f32x16>(out[r] + 16));
     }
   }
@@ -318,26 +318,39 @@ ALWAYS Stream first_panel(const OctLinear& m) {
   return Team::me() * PANEL < m.n ? Stream{data, data + (bytes < WARM ? bytes : WARM)} : Stream{nullptr, nullptr};
 }
 
-// How many panels a thread takes at a time: with many rows several, so that the rows, which then exceed the cache, are
+// How many panels are worked on at a time: with many rows several, so that the rows, which then exceed the cache, are
 // read once for all of them.
-ALWAYS int panels_at_once(const Inputs& x, int64_t bytes) {
-  if (x.blocks() < 8) return 1;
-  const int fit = (int)(GROUP_BYTES / bytes);
-  return fit < 1 ? 1 : fit > 4 ? 4 : fit;
+ALWAYS int panels_at_once(int blocks, int count, int64_t bytes) {
+  const int most = blocks < 4 ? 1 : (int)(GROUP_BYTES / bytes < 4 ? GROUP_BYTES / bytes : 4);
+  for (int n = most; n > 1; n--)
+    if (count % n == 0) return n;
+  return 1;
 }
 
-// All rows against the panels that this thread draws. finish(panel, row, left, right) for columns panel*32 .. +31.
+// All rows against all panels, by all threads. finish(panel, row, left, right) for columns panel*32 .. +31.
+//
+// Few rows: the panels are dealt out, so that each is read once. Many rows: each thread has rows of its own, the same
+// in every phase of the step, and goes through all panels; what a thread reads next is then what it has written itself,
+// and of two threads that read a panel the second finds it in the shared cache.
 template <class Finish>
 ALWAYS void linear(Team& team, const Inputs& x, const OctLinear& m, Finish finish) {
   const int64_t bytes = panel_bytes(m.type, m.k);
-  const int count = (m.n + PANEL - 1) / PANEL, step = panels_at_once(x, bytes);
+  const int count = (m.n + PANEL - 1) / PANEL, blocks = x.blocks();
   const char* data = (const char*)m.data;
-  for (int p = Team::me() * step, q; p < count; p = q) {
-    q = team.take() * step;
-    const char* w = data + p * bytes;
-    rows_of_panels(x, m.type, w, q + step <= count ? data + q * bytes : w, p + step <= count ? step : count - p, bytes,
-                   [&](int i, int row, f32x16 l, f32x16 r) __attribute__((always_inline)) { finish(p + i, row, l, r); });
+  if (blocks < OWN_BLOCKS * team.threads()) {
+    team.deal(count, [&](int p, int next) __attribute__((always_inline)) {
+      const char* w = data + p * bytes;
+      rows_of_panels(x, 0, blocks, m.type, w, next < 0 ? w : data + next * bytes, 1, bytes,
+                     [&](int, int row, f32x16 l, f32x16 r) __attribute__((always_inline)) { finish(p, row, l, r); });
+    });
+    return;
   }
+  const int step = panels_at_once(blocks / team.threads(), count, bytes);
+  team.drain([&](int) { return count / step; }, [&](int q, int item, int next) __attribute__((always_inline)) {
+    const char* w = data + item * step * bytes;
+    rows_of_panels(x, team.part(blocks, q), team.part(blocks, q + 1), m.type, w, next < 0 ? w : data + next * step * bytes, step, bytes,
+                   [&](int i, int row, f32x16 l, f32x16 r) __attribute__((always_inline)) { finish(item * step + i, row, l, r); });
+  });
 }
 
 }  // namespace OCTAVO_ISA

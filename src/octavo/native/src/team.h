@@ -10,6 +10,8 @@
 
 namespace OCTAVO_ISA {
 
+constexpr int MOST_THREADS = 256;
+
 // Memory that will be read soon, fetched a few lines at a time between other work: a burst of prefetches would fill the
 // core's queue of misses and make it wait.
 struct Stream {
@@ -20,17 +22,14 @@ struct Stream {
 };
 
 // Made once per parallel region and shared by its threads. Work is dealt by tickets and not in fixed shares, so that a
-// thread that another process holds up does not hold up the rest. Only the first ticket is fixed (thread i has ticket
-// i), so that a thread can fetch what it will begin with while it waits.
+// thread that another process holds up does not hold up the rest. There is one queue of tickets per thread: a thread
+// empties its own first (what it works on is then likely to be in its cache) and helps the others afterwards.
 class Team {
  public:
-  explicit Team(int threads) : threads_(threads), next_(threads) {}
+  explicit Team(int threads) : threads_(threads) {}
 
   int threads() const { return threads_; }
   static int me() { return omp_get_thread_num(); }
-
-  // The next ticket after the fixed one.
-  int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
   // Every thread waits for all others, fetching `warm` meanwhile. `alone` runs on one of them before the others go on.
   template <class Alone>
@@ -38,7 +37,7 @@ class Team {
     const uint32_t phase = phase_.load(std::memory_order_acquire);
     if (waiting_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
       waiting_.store(0, std::memory_order_relaxed);
-      next_.store(threads_, std::memory_order_relaxed);
+      for (int q = 0; q < threads_; q++) queues_[q].next.store(0, std::memory_order_relaxed);
       alone();
       phase_.store(phase + 1, std::memory_order_release);
       return;
@@ -50,14 +49,48 @@ class Team {
     }
   }
 
-  // Items [0, n) in runs of `grain`, each to one thread; a barrier follows. f(first, last).
+  // The items of every queue, count(q) in queue q: f(q, item, the item this thread will probably have next, or -1).
+  template <class Count, class F>
+  void drain(Count count, F f) {
+    const int first = me();
+    for (int i = 0; i < threads_; i++) {
+      const int q = (first + i) % threads_, n = count(q);
+      for (int item = take(q), next; item < n; item = next) {
+        next = take(q);
+        f(q, item, next < n ? next : -1);
+      }
+    }
+  }
+
+  // Item i of n dealt to queue i % threads: neighbours are worked on at the same time. f(item, next item or -1).
+  template <class F>
+  void deal(int n, F f) {
+    drain([&](int q) { return (n - q + threads_ - 1) / threads_; },
+          [&](int q, int item, int next) { f(item * threads_ + q, next < 0 ? -1 : next * threads_ + q); });
+  }
+
+  // Runs of `grain` items, the first of them to the first thread and so on: the same rows to the same thread in every
+  // phase. f(first, last). A barrier follows.
   template <class F, class Alone>
   void share(int n, int grain, F f, Alone alone, Stream warm = {nullptr, nullptr}) {
-    for (int run = me(); run * grain < n; run = take()) f(run * grain, (run + 1) * grain < n ? (run + 1) * grain : n);
+    const int runs = (n + grain - 1) / grain;
+    drain([&](int q) { return part(runs, q + 1) - part(runs, q); }, [&](int q, int item, int) {
+      const int at = (part(runs, q) + item) * grain;
+      f(at, at + grain < n ? at + grain : n);
+    });
     barrier(alone, warm);
   }
 
+  // Where the share of thread q begins of n runs.
+  int part(int n, int q) const { return (int)((int64_t)n * q / threads_); }
+
  private:
+  struct alignas(64) Queue {
+    std::atomic<int> next{0};
+  };
+
+  int take(int q) { return queues_[q].next.fetch_add(1, std::memory_order_relaxed); }
+
   static void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -65,8 +98,8 @@ class Team {
   }
 
   const int threads_;
+  Queue queues_[MOST_THREADS];
   alignas(64) std::atomic<int> waiting_{0};
-  alignas(64) std::atomic<int> next_;
   alignas(64) std::atomic<uint32_t> phase_{0};
 };
 
