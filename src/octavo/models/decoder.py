@@ -126,6 +126,8 @@ def _check_sizes(text: Any, shapes: Sequence[LayerKV], heads: int, dtype: torch.
             raise NotNative(f"head sizes {shape.k_dim} and {shape.v_dim} are not one multiple of {unit} up to 256")
         if heads % shape.kv_heads or heads // shape.kv_heads > 64:
             raise NotNative(f"{heads} heads over {shape.kv_heads} KV heads")
+    if len({shape.kv_heads for shape in shapes}) > 1:
+        raise NotNative("its layers have different numbers of KV heads")
     for field in ("hidden_size", "intermediate_size"):
         if getattr(text, field) % 16:
             raise NotNative(f"{field} {getattr(text, field)} is no multiple of 16")

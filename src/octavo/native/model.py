@@ -56,7 +56,7 @@ class NativeModel:
 
 def thread_count() -> int:
     """Threads of the native code: torch's, so that OMP_NUM_THREADS and torch.set_num_threads hold for both."""
-    return torch.get_num_threads()
+    return min(torch.get_num_threads(), 256)  # MOST_THREADS in src/team.h
 
 
 class _Arena:

@@ -91,7 +91,9 @@ class NativeRunner:
         self.sampler.forget(seq)
 
     def scratch_bytes(self, tokens: int, seqs: int, rows: int) -> int:
-        """Working memory of a step: exact, as the native code lays it out."""
+        """Working memory kept for steps up to this size, exactly as the native code lays it out. It grows by powers of
+        two, so that it seldom has to."""
+        tokens, seqs, rows = map(_rounded, (tokens, seqs, rows))
         size: int = self._handle.octavo_scratch_bytes(
             ctypes.byref(self._model), tokens, seqs, rows, len(self.layout.groups)
         )
@@ -118,10 +120,9 @@ class NativeRunner:
         return logits, argmax
 
     def _reserve_scratch(self, tokens: int, seqs: int, rows: int) -> None:
-        """Grow the working memory to what the step needs. Sizes are rounded up so that it seldom has to grow."""
+        """Grow the working memory to what the step needs."""
         if tokens > self._room[0] or seqs > self._room[1] or rows > self._room[2]:
-            needed = zip(self._room, (tokens, seqs, rows), strict=True)
-            self._room = tuple(max(had, 1 << (need - 1).bit_length()) for had, need in needed)
+            self._room = tuple(map(max, self._room, map(_rounded, (tokens, seqs, rows))))
             self._scratch = np.empty(self.scratch_bytes(*self._room), np.uint8)
             self._call.scratch, self._call.scratch_bytes = self._scratch.ctypes.data, len(self._scratch)
 
@@ -211,6 +212,11 @@ def _describe_prompts(
         out[w.seq.id] = tuple(describe(own, targets, [top or 0] * len(targets)))
         at += len(rows)
     return out
+
+
+def _rounded(n: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def _address(array: NDArray[Any]) -> int:

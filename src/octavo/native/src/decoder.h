@@ -385,7 +385,7 @@ inline void logits(Team& team, Run& r) {
   team.barrier([&] {
     for (int i = 0; i < s.n_rows; i++) {
       int winner = 0;
-      for (int t = 1; t < r.threads; t++) {
+      for (int t = 1; t < team.threads(); t++) {
         const float mine = r.best[(int64_t)winner * s.n_rows + i], other = r.best[(int64_t)t * s.n_rows + i];
         if (other > mine || (other == mine && r.best_at[(int64_t)t * s.n_rows + i] < r.best_at[(int64_t)winner * s.n_rows + i])) winner = t;
       }
@@ -399,12 +399,10 @@ inline void begin(Run& r) {
   const OctStep& s = *r.step;
   for (int q = 0; q < s.batch.n_seqs; q++)
     for (int t = s.batch.offsets[q]; t < s.batch.offsets[q + 1]; t++) r.seq_of[t] = q, r.position[t] = s.batch.starts[q] + t - s.batch.offsets[q];
-  bool done[64] = {};
+  for (int g = 0; g < s.batch.n_groups; g++) r.tasks[g].tasks = nullptr;
   for (int i = 0; i < r.model->n_layers; i++) {
     const OctLayer& l = r.model->layers[i];
-    if (done[l.group]) continue;
-    done[l.group] = true;
-    r.tasks[l.group] = deal_tasks(s.batch, l.heads, l.kv_heads, l.window, r.threads, r.task_memory[l.group]);
+    if (!r.tasks[l.group].tasks) r.tasks[l.group] = deal_tasks(s.batch, l.heads, l.kv_heads, l.window, r.threads, r.task_memory[l.group]);
   }
 }
 
@@ -426,6 +424,7 @@ inline int run_step(const OctModel* m, const OctStep* s) {
   Team team(r.threads);
 #pragma omp parallel num_threads(r.threads)
   {
+    team.gather();
     team.share(r.rows, 1, [&](int row, int) {
       embed_row(*m, s->ids[row], r.residual + (int64_t)row * m->hidden);
       turn_row(r, row);
@@ -449,7 +448,10 @@ inline int run_attend(const OctAttend* x) {
   Tasks tasks = deal_tasks(x->batch, x->heads, x->kv_heads, x->window, x->threads, memory);
   Team team(x->threads);
 #pragma omp parallel num_threads(x->threads)
-  attend(team, a, tasks, scratch[Team::me()], parts, values, [] {});
+  {
+    team.gather();
+    attend(team, a, tasks, scratch[Team::me()], parts, values, [] {});
+  }
   return 0;
 }
 

@@ -28,6 +28,12 @@ class Team {
  public:
   explicit Team(int threads) : threads_(threads) {}
 
+  // To be called by every thread at the start of the region: the runtime may have given fewer threads than asked for.
+  void gather() {
+#pragma omp single
+    threads_ = omp_get_num_threads();
+  }
+
   int threads() const { return threads_; }
   static int me() { return omp_get_thread_num(); }
 
@@ -97,7 +103,7 @@ class Team {
 #endif
   }
 
-  const int threads_;
+  int threads_;
   Queue queues_[MOST_THREADS];
   alignas(64) std::atomic<int> waiting_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};
