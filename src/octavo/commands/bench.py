@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.commands import options
 from octavo.commands.outputs import make_folder, same, try_writing
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ STDOUT = "-"
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id, or demo.")],
+    model: options.Model,
     mode: Annotated[
         str | None,
         typer.Option(
@@ -74,25 +75,16 @@ def bench(
         int, typer.Option("--rounds", "--num-iters", help="Times each point is measured; medians are shown.")
     ] = 3,
     seed: Annotated[int, typer.Option(help="Makes the random lengths and tokens again.")] = 1234,
-    kv_memory: Annotated[str | None, typer.Option(help="KV bytes, e.g. 256MiB; default: what is left.")] = None,
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            "--kv-dtype",
-            "--kv-cache-dtype",
-            help="auto (the model's), float32, bfloat16, float16, int8 or fp8: how KV is stored.",
-        ),
-    ] = "auto",
-    weights: Annotated[
-        str, typer.Option("--weights", "--quantization", help="auto, int8, int8_group, int4 or int4_affine.")
-    ] = "auto",
-    implementation: Annotated[str, typer.Option(help="auto, native or transformers.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 512,
-    kv_strategy: Annotated[str, typer.Option(help="Where KV goes.")] = "paged",
+    kv_memory: options.KVMemory = None,
+    kv_dtype: options.KVDtype = "auto",
+    weights: options.Weights = "auto",
+    implementation: options.Implementation = "auto",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    block_size: options.BlockSize = 16,
+    max_model_len: options.MaxModelLen = None,
+    max_num_batched_tokens: options.MaxBatchedTokens = 512,
+    kv_strategy: options.KVStrategy = "paged",
     prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -101,10 +93,8 @@ def bench(
             help="Share equal prefixes; the cache is emptied before each round.",
         ),
     ] = False,
-    speculative_tokens: Annotated[int, typer.Option(help="Most tokens drafted by prompt lookup; 0: none.")] = 0,
-    itl_target: Annotated[
-        float | None, typer.Option(help="Seconds that a running stream should wait for its next token at most.")
-    ] = None,
+    speculative_tokens: options.SpeculativeTokens = 0,
+    itl_target: options.ItlTarget = None,
     threads: Annotated[int | None, typer.Option(help="Threads that compute; default: torch's.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML page with plots there.")] = None,
     json_to: Annotated[
@@ -116,8 +106,8 @@ def bench(
     from octavo.config import EngineConfig, parse_bytes
 
     items, source = _workload(workload)
-    options = BenchOptions(mode, concurrency, input_len, output_len, num_prompts, rounds, seed, items, source)
-    plan = make_plan(options)
+    wanted = BenchOptions(mode, concurrency, input_len, output_len, num_prompts, rounds, seed, items, source)
+    plan = make_plan(wanted)
     _check_threads(threads)
     _check_at_once(plan, max_num_batched_tokens)
     config = EngineConfig(

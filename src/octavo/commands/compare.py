@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.commands import options
 from octavo.commands.outputs import make_folder, same, try_writing
 
 if TYPE_CHECKING:
@@ -15,28 +16,24 @@ if TYPE_CHECKING:
 
 
 def compare(
-    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id, or demo.")],
+    model: options.Model,
     workload: Annotated[Path, typer.Option(help="JSONL workload or Azure trace CSV.")],
     kv_memory: Annotated[str, typer.Option(help="KV bytes that every strategy gets, e.g. 256MiB.")],
     strategies: Annotated[str, typer.Option(help="Comma-separated, or all.")] = "all",
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
+    max_model_len: options.MaxModelLen = None,
+    block_size: options.BlockSize = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences at once.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 512,
+    max_num_batched_tokens: options.MaxBatchedTokens = 512,
     requests: Annotated[int | None, typer.Option(help="Use only the first N requests.")] = None,
     length_scale: Annotated[float, typer.Option(help="Multiply prompt and output lengths.")] = 1.0,
     time_scale: Annotated[float, typer.Option(help="Multiply arrival times; 0: all at once.")] = 1.0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    kv_dtype: Annotated[
-        str, typer.Option(help="auto (the model's), float32, bfloat16, float16, int8 or fp8: how KV is stored.")
-    ] = "auto",
-    weights: Annotated[str, typer.Option(help="auto, int8, int8_group, int4 or int4_affine.")] = "auto",
-    implementation: Annotated[str, typer.Option(help="auto, native or transformers.")] = "auto",
-    itl_target: Annotated[
-        float | None, typer.Option(help="Seconds that a running stream should wait for its next token at most.")
-    ] = None,
-    speculative_tokens: Annotated[int, typer.Option(help="Most tokens drafted by prompt lookup; 0: none.")] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kv_dtype: options.KVDtype = "auto",
+    weights: options.Weights = "auto",
+    implementation: options.Implementation = "auto",
+    itl_target: options.ItlTarget = None,
+    speculative_tokens: options.SpeculativeTokens = 0,
     report: Annotated[Path, typer.Option(help="Where the HTML report goes; the JSON lies beside it.")] = Path(
         "octavo-compare.html"
     ),
@@ -66,17 +63,10 @@ def compare(
         itl_target=itl_target,
         speculative_tokens=speculative_tokens,
     )
-    scaled = f", lengths times {length_scale:g}" if length_scale != 1 else ""
-    scaled += f", arrival times times {time_scale:g}" if time_scale != 1 else ""
-    source = f"{len(items)} requests of {workload.name}{scaled}"
-    make_folder(report.parent, "report")
-    for path in (report, report.with_suffix(".json")):
-        try_writing(path, "report")
-    if log is not None:
-        make_folder(log, "log")
+    _prepare(report, log)
     from octavo.comparing import run_comparison  # only now: bad input need not wait for torch
 
-    comparison = run_comparison(config, names, items, source, log)
+    comparison = run_comparison(config, names, items, _source(len(items), workload, length_scale, time_scale), log)
     _write(comparison, report)
     if as_json:
         import json
@@ -89,6 +79,22 @@ def compare(
 
     Console().print(render(comparison))
     print(f"\nReport: {report.resolve()}")
+
+
+def _prepare(report: Path, log: Path | None) -> None:
+    """Make the folders and try the files before hours of work."""
+    make_folder(report.parent, "report")
+    for path in (report, report.with_suffix(".json")):
+        try_writing(path, "report")
+    if log is not None:
+        make_folder(log, "log")
+
+
+def _source(count: int, workload: Path, length_scale: float, time_scale: float) -> str:
+    """Where the requests come from, as the report says it."""
+    scaled = f", lengths times {length_scale:g}" if length_scale != 1 else ""
+    scaled += f", arrival times times {time_scale:g}" if time_scale != 1 else ""
+    return f"{count} requests of {workload.name}{scaled}"
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -8,27 +8,27 @@ from typing import Annotated
 
 import typer
 
+from octavo.commands import options
+
 
 def run(
-    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id, or demo.")],
+    model: options.Model,
     prompt: Annotated[str | None, typer.Argument(help="Without a prompt: a chat on the terminal.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    weights: Annotated[str, typer.Option(help="auto, int8, int8_group, int4 or int4_affine.")] = "auto",
-    implementation: Annotated[str, typer.Option(help="auto, native or transformers.")] = "auto",
-    kv_dtype: Annotated[
-        str, typer.Option(help="auto (the model's), float32, bfloat16, float16, int8 or fp8: how KV is stored.")
-    ] = "auto",
-    kv_strategy: Annotated[str, typer.Option(help="Where KV goes.")] = "paged",
-    kv_memory: Annotated[str | None, typer.Option(help="KV bytes, e.g. 256MiB; default: what is left.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
-    speculative_tokens: Annotated[int, typer.Option(help="Most tokens drafted by prompt lookup; 0: none.")] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    weights: options.Weights = "auto",
+    implementation: options.Implementation = "auto",
+    kv_dtype: options.KVDtype = "auto",
+    kv_strategy: options.KVStrategy = "paged",
+    kv_memory: options.KVMemory = None,
+    block_size: options.BlockSize = 16,
+    max_model_len: options.MaxModelLen = None,
+    speculative_tokens: options.SpeculativeTokens = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what was loaded and where the time went.")] = False,
 ) -> None:
     """Answer PROMPT, streaming the text; then print TTFT, ITL and the KV memory used."""

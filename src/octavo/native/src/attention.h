@@ -312,6 +312,18 @@ struct Scratch {
   Side k, v;
 };
 
+// The scores of query row `r`, whose token is at `position`, against the tile of `count` tokens at `from` become
+// weights, and what the row has added up so far is scaled to the new maximum. No token before `least` is seen.
+ALWAYS void weigh_row(const Attention& a, Scratch& m, int r, int position, int from, int count, int least) {
+  int low, high;
+  visible(a, position, from, count, least, &low, &high);
+  if (kv_scaled(a.kv_type))
+    for (int i = 0; i < TILE; i += 16) store(m.scores[r] + i, load<f32x16>(m.scores[r] + i) * load<f32x16>(m.k.scale + i));
+  const float factor = soften(m.scores[r], low, high, a.softcap, &m.state[r]);
+  if (factor != 1.f)
+    for (int d = 0; d < a.v_dim; d += 16) store(m.out[r] + d, load<f32x16>(m.out[r] + d) * factor);
+}
+
 inline void write_out(const Attention& a, const Task& t, int row, const float* acc, Part state, Part* parts, float* part_values) {
   const int g = a.per_kv(), token = t.first + row / g, head = t.kv_head * g + row % g;
   if (t.part >= 0) {
@@ -368,13 +380,7 @@ __attribute__((noinline)) void direct_task(const Attention& a, const Task& t, co
     }
     find_side<HALF>(a, t, vs, from, count, &m.v, m.v_rows);
     for (int r = 0; r < rows; r++) {
-      int low, high;
-      visible(a, position + r / g, from, count, t.from, &low, &high);
-      if (kv_scaled(a.kv_type))
-        for (int i = 0; i < TILE; i += 16) store(m.scores[r] + i, load<f32x16>(m.scores[r] + i) * load<f32x16>(m.k.scale + i));
-      const float factor = soften(m.scores[r], low, high, a.softcap, &m.state[r]);
-      if (factor != 1.f)
-        for (int d = 0; d < a.v_dim; d += 16) store(out[r] + d, load<f32x16>(out[r] + d) * factor);
+      weigh_row(a, m, r, position + r / g, from, count, t.from);
       for (int i = 0; i < TILE; i += 16) {
         f32x16 x = load<f32x16>(m.scores[r] + i);
         if (kv_scaled(a.kv_type)) x *= load<f32x16>(m.v.scale + i);
@@ -466,13 +472,7 @@ __attribute__((noinline)) void prompt_task(const Attention& a, const Task& t, Sc
       store(m.scores[r] + p * PANEL + 16, y * a.scale);
     });
     for (int r = 0; r < rows; r++) {
-      int low, high;
-      visible(a, position + r / g, from, count, t.from, &low, &high);
-      if (kv_scaled(a.kv_type))
-        for (int i = 0; i < TILE; i += 16) store(m.scores[r] + i, load<f32x16>(m.scores[r] + i) * load<f32x16>(m.k.scale + i));
-      const float factor = soften(m.scores[r], low, high, a.softcap, &m.state[r]);
-      if (factor != 1.f)
-        for (int d = 0; d < a.v_dim; d += 16) store(m.out[r] + d, load<f32x16>(m.out[r] + d) * factor);
+      weigh_row(a, m, r, position + r / g, from, count, t.from);
       uint32_t* to = w.row(r);
       for (int i = 0; i < TILE; i += 16) {
         const f32x16 x = load<f32x16>(m.scores[r] + i);
