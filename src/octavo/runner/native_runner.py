@@ -83,7 +83,7 @@ class NativeRunner:
             own = logits if places is None else logits[torch.from_numpy(places[: len(sampled)])]
             tokens, logprobs = draw(work, own, self.sampler)
             prompt_logprobs = {} if places is None else _describe_prompts(work, prompts, logits, places[len(sampled) :])
-        self.profile = self._profiled(work, len(rows), begin, computed)
+        self.profile = self._profiled(len(rows), begin, computed)
         return StepResult(tokens, logprobs, prompt_logprobs)
 
     def forget(self, seq: Sequence) -> None:
@@ -145,24 +145,11 @@ class NativeRunner:
                 )
         return tables
 
-    def _profiled(self, work: tuple[SeqWork, ...], rows: int, begin: float, computed: float) -> StepProfile:
-        end = time.perf_counter()
-        native = dict(zip(calls.PARTS, self._seconds, strict=True))
-        native["metadata"] = max(0.0, computed - begin - sum(native.values()))
-        native["sampling"] = end - computed
-        return StepProfile(
-            seconds=native,
-            tokens=sum(w.count for w in work),
-            sequences=len(work),
-            logit_rows=rows,
-            weight_bytes=self.model.weight_bytes,
-            kv_bytes=sum((w.start + w.count) for w in work) * self.token_bytes,
-        )
-
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes of a token over all layers."""
-        return sum(used for used in self.layout.used_bytes) // self.layout.block_size
+    def _profiled(self, rows: int, begin: float, computed: float) -> StepProfile:
+        parts = dict(zip(calls.PARTS, self._seconds, strict=True))
+        parts["metadata"] = max(0.0, computed - begin - sum(parts.values()))
+        parts["sampling"] = time.perf_counter() - computed
+        return StepProfile(parts, rows)
 
 
 def _placed(model: NativeModel, layers: Seq[LayerKV], layout: Layout, store: KVStore) -> ctypes.Array[calls.Layer]:

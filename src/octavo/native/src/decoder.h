@@ -149,7 +149,7 @@ ALWAYS void store_columns(float* row, int at, int n, f32x16 v) {
   else for (int i = at; i < n; i++) row[i] = v[i - at];
 }
 
-// A value of embedding `token` at input `i` (16 from there on), read from the packed matrix.
+// The embedding of `token`, read back from its column of the packed matrix.
 inline void embed_row(const OctModel& m, int token, float* out) {
   const OctLinear& e = m.embedding;
   const int column = token % PANEL;

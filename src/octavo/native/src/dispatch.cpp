@@ -33,7 +33,7 @@ const Choice* choices(int* count) {
       {"avx512", &avx512::table, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
 #endif
 #ifdef OCTAVO_HAS_AVX2
-      {"avx2", &avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+      {"avx2", &avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #endif
       {"portable", &portable::table, true},
   };
