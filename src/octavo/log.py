@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +18,7 @@ from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
 from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,10 @@ class LogError(OctavoError):
     """The log cannot be read: which file, which record, why."""
 
 
+class LogCut(LogError):
+    """The last record was not written to its end."""
+
+
 class LogWriter:
     """Writes events as they come; `.msgpack` files in msgpack, all others as JSON lines. Use as a sink."""
 
@@ -57,10 +61,10 @@ class LogWriter:
         self.path = Path(path)
         self._binary = self.path.suffix == ".msgpack"
         self._file: IO[Any] = self.path.open("wb" if self._binary else "w")
-        self._write({"octavo_log": VERSION, **_plain(header)})
+        self._write({"octavo_log": VERSION, **plain(header)})
 
     def __call__(self, event: ev.Event) -> None:
-        self._write({"event": type(event).__name__, **_plain(event)})
+        self._write({"event": type(event).__name__, **plain(event)})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._binary:
@@ -72,13 +76,13 @@ class LogWriter:
         self._file.close()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return value.value if hasattr(value, "value") else value
@@ -117,18 +121,23 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
+                if not line.endswith("\n"):
+                    raise LogCut(f"{path}, line {number} breaks off: {error}.") from error
                 raise LogError(f"{path}, line {number}: not JSON ({error}).") from error
 
 
 def _packed(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         unpacker = msgpack.Unpacker(file, strict_map_key=False)
+        whole = 0  # bytes of complete records; afterwards the position is that of an incomplete one, too
         try:
-            yield from unpacker
+            for record in unpacker:
+                whole = unpacker.tell()
+                yield record
         except (msgpack.UnpackException, ValueError) as error:
             raise LogError(f"{path}, byte {unpacker.tell():,}: not msgpack ({error!r}).") from error
-        if unpacker.tell() != path.stat().st_size:
-            raise LogError(f"{path} ends in the middle of a record, at byte {unpacker.tell():,}; it was cut off.")
+        if whole != path.stat().st_size:
+            raise LogCut(f"{path} ends in the middle of a record, at byte {whole:,}; it was cut off.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +152,8 @@ def replay(path: str | Path) -> Replay:
     """Feed a log's inputs to a fresh scheduler and compare every event it makes with the recorded one."""
     header, records = read_log(path)
     made: list[dict[str, Any]] = []
-    scheduler = header.build(lambda event: made.append({"event": type(event).__name__, **_plain(event)}))
-    replayer = _Replayer(scheduler)
+    scheduler = header.build(lambda event: made.append({"event": type(event).__name__, **plain(event)}))
+    replayer = Replayer(scheduler)
     count = 0
     for record in records:
         if not made:  # everything recorded so far was re-made: this record is an input, or a difference
@@ -160,15 +169,21 @@ def _canonical(record: dict[str, Any]) -> Any:
     return json.loads(json.dumps(record, sort_keys=True))
 
 
-class _Replayer:
-    """Turns recorded inputs back into calls."""
+class Replayer:
+    """Turns recorded inputs back into calls. `on_written`, as `Scheduler.settle` takes it."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, on_written: Callable[[], None] | None = None) -> None:
         self._scheduler = scheduler
+        self._on_written = on_written
         self._plan: StepPlan | None = None
         self._seqs: dict[int, Sequence] = {}
 
+    def forget(self, seq: int) -> None:
+        """The sequence has ended."""
+        self._seqs.pop(seq, None)
+
     def feed(self, record: dict[str, Any]) -> None:
+        """Do what a recorded input says; a recorded decision is nobody's input."""
         kind = record["event"]
         if kind in ("Submitted", "Refused"):
             self._submit(record)
@@ -177,7 +192,7 @@ class _Replayer:
             self._scheduler.stop(self._seqs[record["seq"]], reason, record["now"])
         elif kind == "Settled" and self._plan is not None:
             tokens = tuple(tuple(drawn) for drawn in record["tokens"])
-            self._scheduler.settle(self._plan, StepResult(tokens), record["now"])
+            self._scheduler.settle(self._plan, StepResult(tokens), record["now"], self._on_written)
         elif kind == "PlanBegan":
             self._plan = self._scheduler.plan(record["now"], record["budget"])
         elif kind == "Failed" and self._plan is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Integral, Real
@@ -170,7 +171,7 @@ class Request:
     """
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: Seq[int]  # a tuple; in simulations, where nobody reads it, bytes
     params: SamplingParams
     arrival: float = 0.0
     priority: int = 0  # lower runs first
@@ -234,6 +235,7 @@ class Sequence:
     admitted_at: float | None = None
     drafted: int = 0  # tokens drafted for it
     drafts_accepted: int = 0  # and how many of them it would have drawn anyway
+    entered: int = 0  # orders the running sequences: rises with every entry
     high_water: int = 0  # most tokens ever computed: what a preemption throws away is measured against it
 
     @property

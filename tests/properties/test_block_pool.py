@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.pick(n, sorted(self.refs))
         self.made += 1
         key = KeyChain([self.made], 1, b"").upto(1)[0]
-        self.pool.publish(0, key, block)
+        self.pool.publish(0, [key], [block])
         self.published.setdefault(block, key)
 
     @precondition(lambda self: self.refs)
@@ -126,7 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.quarantined == len(self.parked)
         assert self.pool.in_use == len(self.refs)
         assert all(self.pool.refs[block] == self.refs[block] for block in range(CAPACITY))
-        assert all(self.pool.is_cached(block) == (block in self.order) for block in range(CAPACITY))
+        assert all(self.pool.count_cached([block]) == (block in self.order) for block in range(CAPACITY))
         for block, key in self.published.items():
             assert self.pool.index.find(0, key, None) == (block, 0)
 

@@ -38,28 +38,36 @@ class BlockPool:
     def in_use(self) -> int:
         return self.capacity - len(self._free) - len(self._cached) - len(self._parked)
 
-    def is_cached(self, block: int) -> bool:
-        """Whether the block is evictable: published, and nobody uses it."""
-        return block in self._cached
+    def evictable(self) -> Iterable[int]:
+        """The cached blocks, least recently used first."""
+        return self._cached.keys()
+
+    def count_cached(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks are evictable: published, and used by nobody."""
+        cached = self._cached
+        return sum([block in cached for block in blocks])
 
     def take(self, n: int) -> tuple[list[int], int]:
         """`n` blocks with one reference each, and how many had to be evicted from the cache (least recently used
         first). Raises ValueError, changing nothing, if there are not enough."""
-        short = n - len(self._free)
+        free, refs = self._free, self.refs
+        short = n - len(free)
         if short > len(self._cached):
-            raise ValueError(f"{n} blocks asked for, {len(self._free)} free, {len(self._cached)} cached")
-        for _ in range(short):
-            block, _none = self._cached.popitem(last=False)
-            self.index.remove(block)
-            self._free.append(block)
+            raise ValueError(f"{n} blocks asked for, {len(free)} free, {len(self._cached)} cached")
+        if short > 0:
+            pop = self._cached.popitem
+            oldest = [pop(last=False)[0] for _ in range(short)]
+            self.index.remove(oldest)
+            free += oldest
         if n == 1:
-            blocks = [self._free.pop()]
-        else:
-            cut = len(self._free) - n
-            blocks = self._free[cut:][::-1]
-            del self._free[cut:]
+            block = free.pop()
+            refs[block] = 1
+            return [block], max(short, 0)
+        cut = len(free) - n
+        blocks = free[cut:][::-1]
+        del free[cut:]
         for block in blocks:
-            self.refs[block] = 1
+            refs[block] = 1
         return blocks, max(short, 0)
 
     def share(self, block: int) -> None:
@@ -85,6 +93,19 @@ class BlockPool:
         self._rest(block)
         return True
 
+    def drop_all(self, blocks: Iterable[int]) -> None:
+        """One holder less of each, in this order."""
+        refs, free, cached, known = self.refs, self._free, self._cached, self.index.holds
+        for block in blocks:
+            if refs[block] == 1 and block not in self._reading:
+                refs[block] = 0
+                if known(block):
+                    cached[block] = None
+                else:
+                    free.append(block)
+            else:
+                self.drop(block)
+
     def _rest(self, block: int) -> None:
         if self.index.key(block) is None:
             self._free.append(block)
@@ -106,17 +127,16 @@ class BlockPool:
             self._parked.discard(block)
             self._rest(block)
 
-    def publish(self, group: int, key: BlockKey, block: int) -> None:
-        """Make a written full block findable; a block that is findable already keeps its identity."""
-        if self.index.key(block) is None:
-            self.index.add(group, key, block)
+    def publish(self, group: int, keys: Iterable[BlockKey], blocks: Iterable[int]) -> None:
+        """Make written full blocks findable; one that is findable already keeps its identity, and those that slid out
+        of a window (below 0) have none."""
+        self.index.add(group, zip(keys, blocks, strict=True))
 
     def forget_cached(self) -> int:
         """Free every cached block that nobody uses."""
         n = len(self._cached)
-        for block in self._cached:
-            self.index.remove(block)
-            self._free.append(block)
+        self.index.remove(self._cached)
+        self._free += self._cached
         self._cached.clear()
         return n
 

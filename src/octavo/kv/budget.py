@@ -1,6 +1,6 @@
 """From device bytes to KV bytes, blocks, lengths and concurrency; and the exact way back.
 
-    kv = utilization x device total - weights - activations - workspace
+    kv = utilization x device total - weights - activations - workspace - graphs
 
 Everything is counted on one tensor-parallel rank, in whole bytes. What is not known is an interval (`Amount`):
 the low end of the KV memory takes the high end of every cost. Blocks are counted per layer group, so a windowed
@@ -148,13 +148,19 @@ def require_length(pool: Pool, tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """One rank's memory. `utilization` is the share of the device the engine may use."""
+    """One rank's memory. `utilization` is the share of the device the engine may use.
+
+    graphs  CUDA graphs, as far as the engine counts them within its share
+    logits  of the activations, the bytes of the sampler's logits (vocabulary x max_num_seqs)
+    """
 
     total: Amount
     utilization: Fraction
     weights: Amount
     activations: Amount
     workspace: Amount
+    graphs: Amount = Amount(0, 0, "none within the utilization")
+    logits: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -162,7 +168,7 @@ class MemoryPlan:
 
     @property
     def costs(self) -> Sequence[Amount]:
-        return (self.weights, self.activations, self.workspace)
+        return (self.weights, self.activations, self.workspace, self.graphs)
 
     def kv(self) -> Amount:
         """What is left for KV. Raises BudgetError with the shortfall when nothing is."""
@@ -185,13 +191,13 @@ class MemoryPlan:
                 f"Remedies: a device of more than {self._device(needed)} bytes or more utilization; or a larger tp, a "
                 "smaller weight dtype, or fewer sequences or tokens in a step."
             )
-        return Amount(low, high, "utilization x total - weights - activations - workspace")
+        return Amount(low, high, "utilization x total - weights - activations - workspace - graphs")
 
     def device_for(self, kv_bytes: int) -> Amount:
         """The inverse of `kv`: the smallest device total that leaves `kv_bytes`, at low and at high costs."""
         low = kv_bytes + sum(cost.low for cost in self.costs)
         high = kv_bytes + sum(cost.high for cost in self.costs)
-        source = "(kv + weights + activations + workspace) / utilization"
+        source = "(kv + weights + activations + workspace + graphs) / utilization"
         return Amount(self._device(low), self._device(high), source)
 
     def _share(self, total: int) -> int:

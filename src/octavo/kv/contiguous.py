@@ -301,6 +301,9 @@ class Contiguous:
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
+    def extend(self, filled: Seq[tuple[int, int, Seq[BlockKey]]], spare: int) -> int | None:
+        return None  # a region has one successor: whether that is free must be asked for each
+
     def seal(self, seq: int, computed: int, keys: Seq[BlockKey]) -> None:
         region = self._regions[seq]
         region.computed, region.lookahead = computed, 0
@@ -356,6 +359,10 @@ class Contiguous:
 
     def view(self, seq: int) -> View:
         return self._regions[seq].view
+
+    def cached_pages(self) -> Iterable[int]:
+        """Regions are not shared: nothing is cached."""
+        return ()
 
     def blocks_of(self, seq: int) -> int:
         return self._regions[seq].size

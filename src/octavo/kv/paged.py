@@ -65,37 +65,50 @@ class Paged:
     def quote(self, ask: Ask) -> Quote:
         held = self._seqs.get(ask.seq)
         pool = self._pool
-        shared: tuple[tuple[int, ...], ...] = ()
-        reuse = pinned = collisions = 0
-        if held is None:
-            reuse, shared, collisions = self._match(ask.keys)
-            pinned = sum(pool.is_cached(b) for blocks in shared for b in blocks)
-            take = sum(
-                self._wanted(ask.upto, window, reuse, len(blocks))
-                for window, blocks in zip(self._windows, shared or ((),) * len(self._windows), strict=True)
+        free, cached = pool.free, pool.cached
+        if held is not None:
+            take = self._lacking(held, ask.upto)
+            why, short = self._verdict(ask, take, free + cached, 0)
+            evict = take - free if take > free else 0
+            # By position: this is asked for every block of every answer.
+            return Quote(
+                ask, why, 0, take, evict, False, short, free + cached, free, cached, ask.hold_back, self._version
             )
-        else:
-            take = len(self._to_copy(held, ask.upto))
-            for window, table, trimmed in zip(self._windows, held.view.tables, held.trimmed, strict=True):
-                take += self._wanted(ask.upto, window, len(table), len(table) - trimmed)
-        available = pool.free + pool.cached - pinned
-        why, short = self._verdict(ask, take, available, sum(map(len, shared)))
+        reuse, shared, collisions = self._match(ask.keys)
+        cached -= sum(pool.count_cached(blocks) for blocks in shared)
+        take = sum(
+            self._wanted(ask.upto, window, reuse, len(blocks))
+            for window, blocks in zip(self._windows, shared or ((),) * len(self._windows), strict=True)
+        )
+        why, short = self._verdict(ask, take, free + cached, sum(map(len, shared)))
         return Quote(
             ask=ask,
             why=why,
             reuse=reuse * self.block_size,
             take=take,
-            evict=max(0, take - pool.free),
+            evict=max(0, take - free),
             move=False,
             short=short,
-            largest_hole=available,
-            free=pool.free,
-            evictable=pool.cached - pinned,
+            largest_hole=free + cached,
+            free=free,
+            evictable=cached,
             held=ask.hold_back,
             version=self._version,
             shared=shared,
             collisions=collisions,
         )
+
+    def _lacking(self, held: _Held, upto: int) -> int:
+        """Blocks that a sequence which holds some must take to hold `upto` tokens."""
+        tables = held.view.tables
+        take = 0
+        if held.computed // self.block_size < len(tables[0]):
+            take = len(self._to_copy(held, upto))
+        if not self.windowed:
+            return take + max(0, -(-upto // self.block_size) - len(tables[0])) * len(tables)
+        for window, table, trimmed in zip(self._windows, tables, held.trimmed, strict=True):
+            take += self._wanted(upto, window, len(table), len(table) - trimmed)
+        return take
 
     def _verdict(self, ask: Ask, take: int, available: int, reused: int) -> tuple[Why, int]:
         """`reused`: cached blocks that the ask would hold without taking any."""
@@ -128,11 +141,11 @@ class Paged:
 
     def _to_copy(self, held: _Held, upto: int) -> list[tuple[int, int]]:
         """(group, index) of blocks that the next token would be written into although others hold them too."""
-        if upto <= held.computed:
-            return []
         at = held.computed // self.block_size
+        if upto <= held.computed or at >= len(held.view.tables[0]):
+            return []
         refs = self._pool.refs
-        return [(g, at) for g, table in enumerate(held.view.tables) if at < len(table) and refs[table[at]] > 1]
+        return [(g, at) for g, table in enumerate(held.view.tables) if refs[table[at]] > 1]
 
     def commit(self, quote: Quote) -> Grant:
         check_committable(quote, self._version)
@@ -151,7 +164,10 @@ class Paged:
         if ask.lookahead:
             held.lookahead = ask.lookahead
             held.firm = max(len(held.view.tables[0]), -(-(ask.upto - ask.lookahead) // self.block_size))
-        copies, evicted = self._copy_on_write(held, ask.upto)
+        copies: tuple[Copy, ...] = ()
+        evicted = 0
+        if held.computed // self.block_size < len(held.view.tables[0]):
+            copies, evicted = self._copy_on_write(held, ask.upto)
         end = -(-ask.upto // self.block_size)
         taken = 0
         for table in held.view.tables:
@@ -161,14 +177,25 @@ class Paged:
                 table.extend(blocks)
                 taken += lacking
                 evicted += pushed
-        return Grant(
-            seq=ask.seq,
-            slots=len(held.view.tables[0]) * self.block_size,
-            reused=quote.reuse,
-            taken=taken + len(copies),
-            evicted=evicted,
-            copies=copies,
-        )
+        slots = len(held.view.tables[0]) * self.block_size
+        return Grant(ask.seq, slots, quote.reuse, taken + len(copies), evicted, copies)
+
+    def extend(self, filled: Seq[tuple[int, int, Seq[BlockKey]]], spare: int) -> int | None:
+        groups = len(self._windows)
+        wanted = len(filled) * groups
+        if self.windowed or self._pool.free + self._pool.cached < wanted + spare:
+            return None
+        self._version += 1
+        blocks, evicted = self._pool.take(wanted)
+        for at, (seq, computed, keys) in enumerate(filled):
+            held = self._seqs[seq]
+            held.computed = computed
+            for group, table in enumerate(held.view.tables):
+                if keys:
+                    self._pool.publish(group, keys, table[held.sealed :])
+                table.append(blocks[at * groups + group])
+            held.sealed += len(keys)
+        return evicted
 
     def _enter(self, quote: Quote) -> _Held:
         groups = len(self._windows)
@@ -267,14 +294,11 @@ class Paged:
         held.computed = computed
         if held.lookahead:
             self._drop_lookahead(held)
-        if self.shares:
-            full = min(computed // self.block_size, len(keys))
-            publish = self._pool.publish
+        full = min(computed // self.block_size, len(keys)) if self.shares else 0
+        if full > held.sealed:
             for group, table in enumerate(held.view.tables):
-                for i in range(held.sealed, full):
-                    if table[i] >= 0:
-                        publish(group, keys[i], table[i])
-            held.sealed = max(held.sealed, full)
+                self._pool.publish(group, keys[held.sealed : full], table[held.sealed : full])
+            held.sealed = full
         for group, window in enumerate(self._windows):
             if window is not None:
                 self._trim(held, group, self._first_needed(computed, window))
@@ -327,11 +351,12 @@ class Paged:
             raise ValueError(f"sequence {seq}: going back {last} blocks needs tokens that slid out of a window")
         self._version += 1
         before = self.free + self.evictable
-        for _ in range(length - keep):  # tails first: they are evicted before the heads they need
-            for table in held.view.tables:
-                block = table.pop()
-                if block >= 0:
-                    self._pool.drop(block)
+        tails = [
+            block for i in range(length - 1, keep - 1, -1) for table in held.view.tables if (block := table[i]) >= 0
+        ]
+        for table in held.view.tables:
+            del table[keep:]
+        self._pool.drop_all(tails)  # tails first: they are evicted before the heads they need
         if last is None:
             del self._seqs[seq]
         else:
@@ -362,11 +387,16 @@ class Paged:
     def view(self, seq: int) -> View:
         return self._seqs[seq].view
 
+    def cached_pages(self) -> Iterable[int]:
+        return self._pool.evictable()
+
     def blocks_of(self, seq: int) -> int:
         refs = self._pool.refs
         return sum(block >= 0 and refs[block] == 1 for t in self._seqs[seq].view.tables for block in t)
 
     def ceiling_blocks(self, tokens: int, expected: int) -> int:
+        if not self.windowed:
+            return -(-tokens // self.block_size) * len(self._windows)
         return sum(self._peak(tokens, window) for window in self._windows)
 
     def outstanding(self, seq: int, ceiling: int) -> int:

@@ -16,6 +16,7 @@ from octavo.kv.fields import ConfigError, Fields
 from octavo.kv.heads import MLAShape, Shape, attention_shapes, mla_shape, query_heads
 from octavo.kv.layer_rules import Layer
 from octavo.kv.layers import layer_plan
+from octavo.kv.mlp import count_or_largest, dense_width, layer_mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,62 +169,23 @@ def _mlp(fields: Fields, index: int, traits: Traits) -> tuple[int, int, int]:
     """(matrix, expert, small) parameters of the MLP of layer `index`."""
     hidden = fields.count("hidden_size")
     sides = 3 if traits.gated else 2
-    experts = _number(fields, "num_experts")
-    if experts is None or experts == 1 or not _is_sparse(fields, index):
-        width = fields.maybe_count("intermediate_size_mlp") or _dense_width(fields)
-        bias = width * (sides - 1) + hidden if "m" in traits.bias or fields.data.get("mlp_bias") else 0
-        return sides * hidden * width, 0, bias
-    width = _number(fields, "moe_intermediate_size") or fields.count("intermediate_size")
-    shared = (_number(fields, "n_shared_experts") or 0) * width
-    shared += fields.maybe_count("shared_expert_intermediate_size") or 0
-    if fields.family == "llama4_text":
-        shared = width
-    if fields.family == "gemma4_text":  # the experts stand beside a dense MLP
-        shared = _dense_width(fields)
-    small = hidden * experts  # the router
+    mlp = layer_mlp(fields, index)
+    dense = sides * hidden * mlp.width
+    if not mlp.experts:
+        bias = mlp.width * (sides - 1) + hidden if "m" in traits.bias or fields.data.get("mlp_bias") else 0
+        return dense, 0, bias
+    small = hidden * mlp.experts  # the router
     if fields.family == "gpt_oss":
-        small += experts * (1 + 2 * width + hidden)
-    return sides * hidden * shared, sides * hidden * width * experts, small
-
-
-def _number(fields: Fields, name: str) -> int | None:
-    """A positive integer, or the largest of a list with one per layer."""
-    value = fields.find(name)
-    if isinstance(value, list) and value:
-        value = max(value)
-    return fields.as_count(name, value) if value else None
-
-
-def _dense_width(fields: Fields) -> int:
-    """MLP width; GPT-2-like configs leave it out when it is four times the hidden size."""
-    width = _number(fields, "intermediate_size")
-    if width is not None:
-        return width
-    if fields.family in ("gpt2", "gptj", "gpt_neo", "codegen", "bloom", "gpt_bigcode", "mpt", "falcon"):
-        return 4 * fields.count("hidden_size")
-    raise fields.missing("intermediate_size")
-
-
-def _is_sparse(fields: Fields, index: int) -> bool:
-    """Whether layer `index` has experts."""
-    kinds = fields.data.get("mlp_layer_types")
-    if isinstance(kinds, list) and index < len(kinds):
-        return bool(kinds[index] == "sparse")
-    step = fields.maybe_count("interleave_moe_layer_step") or fields.maybe_count("decoder_sparse_step") or 1
-    if (index + 1) % step or index in (fields.data.get("mlp_only_layers") or ()):
-        return False
-    frequency = fields.data.get("moe_layer_freq")
-    if isinstance(frequency, list):
-        return index < len(frequency) and bool(frequency[index])
-    return index >= (fields.maybe_count("first_k_dense_replace") or 0)
+        small += mlp.experts * (1 + 2 * mlp.expert_width + hidden)
+    return dense, sides * hidden * mlp.expert_width * mlp.experts, small
 
 
 def mlp_width(config: Mapping[str, Any], names: Mapping[str, str] | None = None) -> int:
     """Channels of the MLP that one token passes: the dense width, or that of its active experts together."""
     fields = Fields(config, names)
-    active = _number(fields, "num_experts_per_tok")
+    active = count_or_largest(fields, "num_experts_per_tok")
     if active is None or fields.find("num_experts") is None:
-        return _dense_width(fields)
-    width = _number(fields, "moe_intermediate_size") or fields.count("intermediate_size")
-    shared = (_number(fields, "n_shared_experts") or 0) * width
+        return dense_width(fields)
+    width = count_or_largest(fields, "moe_intermediate_size") or fields.count("intermediate_size")
+    shared = (count_or_largest(fields, "n_shared_experts") or 0) * width
     return active * width + shared + (fields.maybe_count("shared_expert_intermediate_size") or 0)

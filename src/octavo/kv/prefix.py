@@ -9,7 +9,7 @@ function cannot return another prompt's KV.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,11 +21,14 @@ def blake2b_256(data: bytes) -> bytes:
 
 
 class BlockKey:
-    """Content of one full block and of everything before it. Compared by `same`, never by digest alone."""
+    """Content of one full block and of everything before it. Compared by `same`, never by digest alone.
+
+    A digest is 32 bytes where tokens are hashed; a trace without tokens brings its own ids, exact and hashed by nobody.
+    """
 
     __slots__ = ("digest", "parent", "tokens")
 
-    def __init__(self, digest: bytes, tokens: tuple[int, ...], parent: BlockKey | None, /) -> None:
+    def __init__(self, digest: Hashable, tokens: tuple[int, ...], parent: BlockKey | None, /) -> None:
         self.digest = digest
         self.tokens = tokens
         self.parent = parent
@@ -87,6 +90,7 @@ class KeyChain:
             start = len(self._keys) * self.block_size
             content = tuple(self._tokens[start : start + self.block_size])
             parent = self._keys[-1] if self._keys else self.root
+            assert isinstance(parent.digest, bytes)
             data = parent.digest + array("q", content).tobytes()
             self._keys.append(BlockKey(self._digest(data), content, parent))
         return self._keys if len(self._keys) == want else self._keys[:want]
@@ -128,36 +132,83 @@ class Miss:
     there: int | None = None
 
 
+#: Most digests stand for one block; only where several have the same is there a dict of them, in order of publication.
+_Buckets = dict[Hashable, int | dict[int, None]]
+
+
+def _put(buckets: _Buckets, digest: Hashable, block: int) -> None:
+    there = buckets.get(digest)
+    if there is None:
+        buckets[digest] = block
+    elif isinstance(there, int):
+        buckets[digest] = {there: None, block: None}
+    else:
+        there[block] = None
+
+
+def _drop(buckets: _Buckets, digest: Hashable, block: int) -> None:
+    there = buckets[digest]
+    if isinstance(there, int):
+        del buckets[digest]
+        return
+    del there[block]
+    if not there:
+        del buckets[digest]
+
+
+def _blocks(buckets: _Buckets, digest: Hashable) -> Iterable[int]:
+    there = buckets.get(digest)
+    if there is None:
+        return ()
+    return (there,) if isinstance(there, int) else there
+
+
 class PrefixIndex:
     """From content to block, per layer group. Blocks of equal content may stand side by side (they were computed at
     the same time); each stays findable until it is evicted."""
 
     def __init__(self, groups: int) -> None:
-        self._buckets: list[dict[bytes, list[int]]] = [{} for _ in range(groups)]
+        self._buckets: list[_Buckets] = [{} for _ in range(groups)]  # digest -> blocks
         self._entries: dict[int, tuple[int, BlockKey]] = {}  # block -> (group, key)
-        self._children: dict[bytes, dict[int, None]] = {}  # parent digest -> blocks of group 0 that continue it
+        self._children: _Buckets = {}  # parent digest -> blocks of group 0 that continue it
 
     def key(self, block: int) -> BlockKey | None:
         entry = self._entries.get(block)
         return entry[1] if entry else None
 
-    def add(self, group: int, key: BlockKey, block: int) -> None:
-        self._entries[block] = (group, key)
-        self._buckets[group].setdefault(key.digest, []).append(block)
-        if group == 0 and key.parent is not None:
-            self._children.setdefault(key.parent.digest, {})[block] = None
+    def holds(self, block: int) -> bool:
+        """Whether the block is findable."""
+        return block in self._entries
 
-    def remove(self, block: int) -> None:
-        group, key = self._entries.pop(block)
-        bucket = self._buckets[group][key.digest]
-        bucket.remove(block)
-        if not bucket:
-            del self._buckets[group][key.digest]
-        if group == 0 and key.parent is not None:
-            siblings = self._children[key.parent.digest]
-            del siblings[block]
-            if not siblings:
-                del self._children[key.parent.digest]
+    def add(self, group: int, pairs: Iterable[tuple[BlockKey, int]]) -> None:
+        """Make blocks findable under their keys, except those that are already, and those below 0."""
+        entries, buckets, children = self._entries, self._buckets[group], self._children
+        for key, block in pairs:
+            if block < 0 or block in entries:
+                continue
+            entries[block] = (group, key)
+            if buckets.setdefault(key.digest, block) != block:
+                _put(buckets, key.digest, block)
+            if group == 0 and key.parent is not None and children.setdefault(key.parent.digest, block) != block:
+                _put(children, key.parent.digest, block)
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Forget what these blocks hold."""
+        entries, children = self._entries, self._children
+        for block in blocks:
+            group, key = entries.pop(block)
+            buckets = self._buckets[group]
+            # Nearly always there is no other block of that digest, and then this is all.
+            if buckets.get(key.digest) == block:
+                del buckets[key.digest]
+            else:
+                _drop(buckets, key.digest, block)
+            if group == 0 and key.parent is not None:
+                parent = key.parent.digest
+                if children.get(parent) == block:
+                    del children[parent]
+                else:
+                    _drop(children, parent, block)
 
     def find(self, group: int, key: BlockKey, before: BlockKey | None) -> tuple[int | None, int]:
         """The block that holds `key`, and how many others had its digest and other content.
@@ -165,7 +216,7 @@ class PrefixIndex:
         `before`: the already verified key of the stored block in front of it, which spares walking the chain.
         """
         collisions = 0
-        for block in self._buckets[group].get(key.digest, ()):
+        for block in _blocks(self._buckets[group], key.digest):
             stored = self._entries[block][1]
             if stored.tokens == key.tokens and ((before is not None and stored.parent is before) or stored.same(key)):
                 return block, collisions
@@ -180,7 +231,7 @@ class PrefixIndex:
         wanted = keys[served].tokens if served < len(keys) else tail
         parent = keys[served - 1] if served else chain.root
         best = Miss(matched)
-        for block in self._children.get(parent.digest, ()):
+        for block in _blocks(self._children, parent.digest):
             other = self._entries[block][1]
             if block in own or other.parent is None or not other.parent.same(parent):
                 continue
@@ -196,8 +247,8 @@ class PrefixIndex:
 
         listed = 0
         for group, buckets in enumerate(self._buckets):
-            for digest, blocks in buckets.items():
-                for block in blocks:
+            for digest in buckets:
+                for block in _blocks(buckets, digest):
                     listed += 1
                     stored_group, key = self._entries[block]
                     require(stored_group == group and key.digest == digest, "index and identity agree", block=block)

@@ -41,26 +41,42 @@ class SeqWork(NamedTuple):
         return tuple(run)
 
 
+class Coasting(NamedTuple):
+    """Sequences that go on by one token each and that a simulation does not list: how many, the sum of the tokens that
+    their queries attend to, and for each of the model's windows the sum of min(those tokens, window). `woke`: those
+    that had coasted until this step, whether or not they go on."""
+
+    sequences: int = 0
+    context: int = 0
+    windowed: tuple[int, ...] = ()
+    woke: tuple[Sequence, ...] = ()
+
+
+NOBODY = Coasting()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: first the copies in order, then all work as one flat ragged batch (no padding)."""
+    """One step: first the copies in order, then all work as one flat ragged batch (no padding). `coasting` is empty
+    except in simulations."""
 
     index: int
     copies: tuple[Copy, ...]
     work: tuple[SeqWork, ...]
+    coasting: Coasting = NOBODY
 
     @property
     def tokens(self) -> int:
-        return sum(w.count for w in self.work)
+        return sum(w.count for w in self.work) + self.coasting.sequences
 
     @property
     def decode_tokens(self) -> int:
         """Tokens of sequences that go on by one certain token, with their drafts."""
-        return sum(w.count for w in self.work if w.count - len(w.draft) == 1)
+        return sum(w.count for w in self.work if w.count - len(w.draft) == 1) + self.coasting.sequences
 
     @property
     def empty(self) -> bool:
-        return not self.work and not self.copies
+        return not self.work and not self.copies and not self.coasting.sequences
 
 
 @dataclass(frozen=True, slots=True)

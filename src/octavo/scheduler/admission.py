@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.kv.api import KVManager
+from octavo.scheduler.roster import Ints, Lengths
 from octavo.types import Sequence
 
 HISTORY = 256  # finished requests that predictions are learned from
@@ -46,6 +46,16 @@ class LengthPredictor:
         at = longer + int(QUANTILE * (len(self._sorted) - longer - 1))
         return min(room, self._sorted[at] - generated)
 
+    def remaining_of(self, lengths: Lengths) -> Ints:
+        """`remaining` of all running sequences."""
+        generated, count = lengths.generated, len(self._sorted)
+        history = np.array(self._sorted or [0], dtype=np.int64)
+        longer = np.searchsorted(history[:count], generated, side="right")
+        at = longer + (QUANTILE * (count - longer - 1)).astype(np.int64)
+        guess = np.maximum(32, generated // 2) if count else np.full_like(generated, FIRST_GUESS)
+        guess = np.where(longer < count, history[np.minimum(at, max(0, count - 1))] - generated, guess)
+        return np.where(lengths.exact, lengths.room, np.minimum(lengths.room, guess))
+
 
 @dataclass(frozen=True, slots=True)
 class Charge:
@@ -56,11 +66,12 @@ class Charge:
 
 
 class Pool:
-    """What charge functions look at. Made anew when somebody has entered or left: it remembers what it adds up."""
+    """What charge functions look at. Made anew when anything has moved: it remembers what it adds up."""
 
-    def __init__(self, kv: KVManager, running: Seq[Sequence], predictor: LengthPredictor) -> None:
+    def __init__(self, kv: KVManager, running: Seq[Sequence], lengths: Lengths, predictor: LengthPredictor) -> None:
         self.kv = kv
-        self.running = tuple(running)
+        self.running = running
+        self.lengths = lengths
         self.predictor = predictor
 
     @cached_property
@@ -70,24 +81,43 @@ class Pool:
 
     @cached_property
     def profile(self) -> PeakProfile:
-        """The running sequences, longest remaining first."""
-        entries = sorted(((self.predictor.remaining(s), len(s.tokens), s) for s in self.running), key=lambda e: -e[0])
-        remaining = np.array([entry[0] for entry in entries], dtype=np.int64)
-        known = np.array([entry[1] for entry in entries], dtype=np.int64)
-        kv = self.kv
-        fixed = np.array([window_blocks(kv, r + k) for r, k, _ in entries], dtype=np.int64)
-        held = sum(kv.growing_groups * -(-s.slots // kv.block_size) for s in self.running) + int(fixed.sum())
-        return PeakProfile(remaining, known, fixed, held)
+        return peak_profile(self.kv, self.lengths, self.predictor.remaining_of(self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class PeakProfile:
-    """Per running sequence, longest remaining first: tokens to come, tokens known, blocks of its window groups."""
+    """The running sequences, longest remaining first, summed up so that one more is quickly put among them.
 
-    remaining: NDArray[np.int64]
-    known: NDArray[np.int64]
-    fixed: NDArray[np.int64]
-    held: int  # blocks they hold now
+    to_go    tokens to come of each
+    tokens   sum of the tokens known, up to and with each;  fixed: of the blocks of their window groups
+    highest  largest number of blocks in use when one of those so far ends
+    held     blocks they hold now
+    """
+
+    to_go: Ints
+    tokens: Ints
+    fixed: Ints
+    highest: Ints
+    held: int
+
+
+def peak_profile(kv: KVManager, lengths: Lengths, remaining: Ints) -> PeakProfile:
+    """`remaining`: tokens still to come, per entry of `lengths`."""
+    order = np.argsort(-remaining, kind="stable")
+    to_go, known = remaining[order], lengths.known[order]
+    fixed = np.zeros_like(to_go)
+    if kv.windowed:
+        fixed[:] = [window_blocks(kv, int(tokens)) for tokens in to_go + known]
+    tokens, fixed = known.cumsum(), fixed.cumsum()
+    count = np.arange(len(to_go))
+    blocks = _in_use(kv, tokens + (count + 1) * to_go, count) + fixed
+    held = int(-(-lengths.slots // kv.block_size).sum()) * kv.growing_groups + int(fixed[-1] if len(fixed) else 0)
+    return PeakProfile(to_go, tokens, fixed, np.maximum.accumulate(blocks), held)
+
+
+def _in_use(kv: KVManager, tokens: Ints, others: Ints) -> Ints:
+    """Blocks for so many tokens. Half of the tail blocks, on average, are not covered by the sum of the tokens."""
+    return kv.growing_groups * (-(-tokens // kv.block_size) + others // 2)
 
 
 ChargeFunction = Callable[[Sequence, Pool], Charge]
@@ -109,18 +139,21 @@ def charge_peak(seq: Sequence, pool: Pool) -> Charge:
     at least as much to go has grown by r. The largest of these sums must fit. (LightLLM's admission, with lengths
     learned online and in blocks.)
     """
-    kv, size, profile = pool.kv, pool.kv.block_size, pool.profile
+    kv, profile = pool.kv, pool.profile
     remaining, known = pool.predictor.remaining(seq), len(seq.tokens)
-    own_fixed = window_blocks(kv, known + remaining)
-    at = int(np.searchsorted(-profile.remaining, -remaining))
-    to_go = np.insert(profile.remaining, at, remaining)
-    tokens = np.insert(profile.known, at, known).cumsum()
-    fixed = np.insert(profile.fixed, at, own_fixed).cumsum()
-    count = np.arange(1, len(to_go) + 1)
-    # Half of the tail blocks, on average, are not covered by the sum of the tokens.
-    blocks = kv.growing_groups * (-(-(tokens + count * to_go) // size) + (count - 1) // 2) + fixed
-    now = profile.held + own_fixed + kv.growing_groups * -(-known // size)
-    return Charge(known, max(0, int(blocks.max()) - now))
+    own = window_blocks(kv, known + remaining)
+    at = int(np.searchsorted(-profile.to_go, -remaining))
+    before = int(profile.tokens[at - 1]) if at else 0
+    fixed = int(profile.fixed[at - 1]) if at else 0
+    ends = [kv.growing_groups * (-(-(before + known + (at + 1) * remaining) // kv.block_size) + at // 2) + fixed + own]
+    if at:
+        ends.append(int(profile.highest[at - 1]))
+    if at < len(profile.to_go):  # it is still there when these end
+        count = np.arange(at + 1, len(profile.to_go) + 1)
+        later = _in_use(kv, profile.tokens[at:] + known + (count + 1) * profile.to_go[at:], count) + profile.fixed[at:]
+        ends.append(int(later.max()) + own)
+    now = profile.held + own + kv.growing_groups * -(-known // kv.block_size)
+    return Charge(known, max(0, max(ends) - now))
 
 
 CHARGES: Mapping[str, ChargeFunction] = {

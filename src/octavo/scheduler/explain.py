@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from octavo.kv.api import Quote, Why
 
@@ -43,8 +44,7 @@ class Holder:
     amount: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Why one sequence waits. `need`, `have` and `short` count `unit` (blocks, slots or tokens of a step)."""
 
     cause: Cause
@@ -58,6 +58,11 @@ class Wait:
     behind_wait: Wait | None = None
     shares_prefix: bool = False  # `behind` computes the very prefix that this one needs
     holders: tuple[Holder, ...] = ()
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it stays so until somebody gives memory back or has computed a prefix."""
+        return self.cause in MEMORY_CAUSES or self.shares_prefix
 
     def key(self) -> tuple[Cause, str | None]:
         """A wait is told again only when this changes."""

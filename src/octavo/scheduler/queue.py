@@ -48,5 +48,10 @@ class WaitingQueue:
         return len(self._line)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order; safe against removal of entries already given out."""
-        return iter([entry[2] for entry in self._line])
+        """In order; the entry given out last may be removed meanwhile."""
+        at = 0
+        while at < len(self._line):
+            seq = self._line[at][2]
+            yield seq
+            if at < len(self._line) and self._line[at][2] is seq:
+                at += 1

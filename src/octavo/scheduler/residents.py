@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ from octavo import events as ev
 from octavo.kv.api import Ask, Copy, Grant, KVManager, Quote, Why
 from octavo.kv.prefix import BlockKey
 from octavo.scheduler.admission import outstanding
+from octavo.scheduler.coasting import Coast, Foresight
 from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.roster import Lengths, Roster
 from octavo.scheduler.victims import ORDERS, choose
 from octavo.types import Sequence, Status
 
@@ -39,7 +42,9 @@ class Totals:
 class Residents:
     """Sequences that hold memory. `slots` counts the samples a running request has still to fork as well."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVManager, sink: ev.Sink) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVManager, sink: ev.Sink, foresight: Foresight | None = None
+    ) -> None:
         self.config = config
         self.kv = kv
         self.totals = Totals()
@@ -47,28 +52,42 @@ class Residents:
         self.slots = 0
         self.step = 0
         self.changes = 0  # how often somebody entered or left
+        self.relief = 0  # how often something happened that can make room for someone who was refused memory
         self.copies: list[Copy] = []  # for the plan being made (forks leave theirs for the next one)
         self.victims: list[Sequence] = []  # preempted while the plan is being made
         self.outgrown: list[Sequence] = []  # whose final region turned out too small
         self.protected: dict[int, Sequence] = {}
-        self.in_flight: dict[bytes, tuple[BlockKey, Sequence]] = {}  # prompt blocks being computed, and by whom
+        self.in_flight: dict[Hashable, tuple[BlockKey, Sequence]] = {}  # prompt blocks being computed, and by whom
         self._sink = sink
+        self._roster = Roster()
+        self.coast = None if foresight is None else Coast(foresight, self._roster, kv.block_size, self._extend)
+
+    @property
+    def awake(self) -> list[Sequence]:
+        """The running sequences that a step has to look at, in order of entry."""
+        return self.running if self.coast is None else self.coast.awake
+
+    def lengths(self) -> Lengths:
+        """How long everybody running is."""
+        return self._roster.lengths(self.awake, 0 if self.coast is None else self.coast.now)
+
+    def _join(self, seq: Sequence) -> None:
+        """Into the running set."""
+        self.running.append(seq)
+        self.changes += 1
+        seq.entered = self.changes
+        self._roster.add(seq)
+        if self.coast is not None:
+            self.coast.enter(seq)
 
     # -- asking and taking --------------------------------------------------------------------------------------------
 
     def ask(self, seq: Sequence, upto: int, keys: Seq[BlockKey] = (), hold_back: int = 0, lookahead: int = 0) -> Ask:
-        request, length = seq.request, seq.request.output_length
-        return Ask(
-            seq=seq.id,
-            upto=upto,
-            known=len(seq.tokens),
-            ceiling=seq.ceiling,
-            expected=seq.ceiling if length is None else min(seq.ceiling, len(request.prompt) + length),
-            keys=keys,
-            hold_back=hold_back,
-            quota=self._quota_left(seq),
-            lookahead=lookahead,
-        )
+        request, expected = seq.request, seq.ceiling
+        if request.output_length is not None:
+            expected = min(expected, len(request.prompt) + request.output_length)
+        quota = self._quota_left(seq) if self.config.quotas else None
+        return Ask(seq.id, upto, len(seq.tokens), seq.ceiling, expected, keys, hold_back, quota, lookahead)
 
     def _quota_left(self, seq: Sequence) -> int | None:
         """Blocks its tenant may still take, less what the tenant's protected sequences were promised."""
@@ -84,6 +103,8 @@ class Residents:
 
     def held_for_protected(self) -> int:
         """Blocks that protected sequences may still take: nobody else gets them."""
+        if not self.protected:
+            return 0
         return sum(outstanding(seq, self.kv) for seq in self.protected.values())
 
     def _take(self, seq: Sequence, quote: Quote) -> Grant:
@@ -105,9 +126,8 @@ class Residents:
         grant = self._take(seq, self.kv.quote(self.ask(seq, upto, keys)))
         seq.status = Status.RUNNING
         seq.computed = seq.sealed = grant.reused
-        self.running.append(seq)
         self.slots += self.places(seq)
-        self.changes += 1
+        self._join(seq)
         if seq.preemptions >= self.config.max_preemptions:
             self.protected[seq.id] = seq
         for key in keys[grant.reused // self.kv.block_size :]:
@@ -123,6 +143,8 @@ class Residents:
             quote = self.kv.quote(self.ask(seq, upto, hold_back=self._held_from(seq)))
             if quote.ok:
                 self._take(seq, quote)
+                if not self.kv.shares:  # a region grows by more than was foreseen, or leaves its old place
+                    self.relief += 1
                 return True
             if quote.why is Why.NEVER:
                 self.outgrown.append(seq)
@@ -131,6 +153,8 @@ class Residents:
                 return False  # the hole behind it is usable once the copies have run
             if self.copies:
                 return False  # their sources become free when the step has run
+            if self.coast is not None:
+                self.coast.sync()  # the choice goes by how far everybody is
             rivals: Seq[Sequence] = self.running
             if quote.why is Why.QUOTA:
                 rivals = [other for other in rivals if other.request.tenant == seq.request.tenant]
@@ -146,6 +170,24 @@ class Residents:
             self.preempt(victim, by=seq)
             if victim is seq:
                 return False
+
+    def _extend(self, filled: list[Sequence]) -> bool:
+        """One more block for each of these sequences that have filled theirs, if nobody could be refused in this step
+        whatever the order. False: ask one by one."""
+        if self.protected or self.config.quotas or self.copies:
+            return False
+        spare = len(self.awake) * self.kv.growing_groups
+        size, shares = self.kv.block_size, self.kv.shares
+        evicted = self.kv.extend(
+            [(s.id, s.computed, s.keys.upto(s.computed)[s.sealed // size :] if shares else ()) for s in filled], spare
+        )
+        if evicted is None:
+            return False
+        self.totals.evicted += evicted
+        for seq in filled:
+            seq.sealed = seq.computed
+            seq.slots += size
+        return True
 
     def _held_from(self, seq: Sequence) -> int:
         """A protected sequence was admitted with room to its end: nothing is held back from it."""
@@ -173,6 +215,8 @@ class Residents:
     def preempt(self, victim: Sequence, by: Sequence, *, counted: bool = True) -> None:
         """Take all of its memory back; it keeps its tokens and computes them again when readmitted. `counted`:
         whether that is one of its `max_preemptions`."""
+        if self.coast is not None:
+            self.coast.rouse(victim)
         self.seal(victim)
         discarded = victim.computed
         released = self.leave(victim)
@@ -187,27 +231,36 @@ class Residents:
 
     def seal(self, seq: Sequence) -> None:
         """Tell the manager how far the KV of a running sequence is real."""
-        if seq.sealed == seq.computed:
+        computed, size = seq.computed, self.kv.block_size
+        if seq.sealed == computed:
             return
         keys: Seq[BlockKey] = ()
-        if self.kv.shares:
-            keys = seq.keys.upto(seq.computed)
+        if self.kv.shares and computed // size > seq.sealed // size:
+            keys = seq.keys.upto(computed)
             if self.in_flight:
-                self._landed(seq, keys[seq.sealed // self.kv.block_size :])
-        self.kv.seal(seq.id, seq.computed, keys)
-        seq.sealed = seq.computed
+                self._landed(seq, keys[seq.sealed // size :])
+        self.kv.seal(seq.id, computed, keys)
+        seq.sealed = computed
+        if self.kv.windowed:  # blocks may have left the window
+            self.relief += 1
 
     def seal_all(self) -> None:
+        if self.coast is not None:
+            self.coast.sync()
         for seq in self.running:
             self.seal(seq)
 
     def _landed(self, seq: Sequence, keys: Seq[BlockKey]) -> None:
+        self.relief += 1  # who waits may share them
         for key in keys:
             if key.digest in self.in_flight and self.in_flight[key.digest][1] is seq:
                 del self.in_flight[key.digest]
 
     def leave(self, seq: Sequence) -> int:
         """Out of the running set; returns the blocks that became available."""
+        if self.coast is not None:
+            self.coast.leave(seq)
+        self._roster.remove(seq)
         self.seal(seq)
         if self.in_flight:
             self._landed(seq, seq.keys.upto(len(seq.tokens))[seq.sealed // self.kv.block_size :])
@@ -215,6 +268,7 @@ class Residents:
         self.running.remove(seq)
         self.slots -= self.places(seq)
         self.changes += 1
+        self.relief += 1
         self.protected.pop(seq.id, None)
         seq.view = None
         seq.slots = seq.computed = seq.sealed = 0
@@ -227,6 +281,7 @@ class Residents:
         if not copies:
             return False
         self.copies.extend(copies)
+        self.relief += 1
         self.totals.compactions += 1
         self._sink(ev.Compacted(self.step, copies, None if after is None else after.id))
         return True
@@ -275,6 +330,5 @@ class Residents:
         child.computed = child.sealed = child.high_water = parent.computed
         child.slots = grant.slots
         self.copies.extend(grant.copies)
-        self.running.append(child)
         self.slots += 1
-        self.changes += 1
+        self._join(child)

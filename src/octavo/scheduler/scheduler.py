@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from octavo import events as ev
 from octavo.kv.api import KVManager, Ledger, longest_length
 from octavo.kv.check import require
 from octavo.kv.prefix import Digest, KeyChain, Miss, blake2b_256, encode_identity
-from octavo.runner.api import SeqWork, StepPlan, StepResult
+from octavo.runner.api import NOBODY, SeqWork, StepPlan, StepResult
 from octavo.scheduler.accept import ceiling_of, check_room
+from octavo.scheduler.coasting import Foresight
 from octavo.scheduler.config import SchedulerConfig, SchedulerConfigError
 from octavo.scheduler.explain import Cause, Wait
 from octavo.scheduler.residents import Residents
@@ -34,7 +35,9 @@ class Scheduler:
     """Owns the waiting line, the running set and the KV manager; plain integers, no clock of its own.
 
     One step is `plan(now)`, the runner's work, `settle(plan, result, now)`. Inputs and decisions go to `sink`.
-    `engine_identity` (model, KV dtype ...) goes into every prefix hash.
+    `engine_identity` (model, KV dtype ...) goes into every prefix hash. `chain` makes the key chain of a request from
+    its growing token list; None: hashes of the tokens (`digest`). With `foresight`, which only a simulated
+    runner has, plans leave out the sequences that coast.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Scheduler:
         *,
         engine_identity: tuple[str, ...] = (),
         digest: Digest = blake2b_256,
+        chain: Callable[[Request, list[int]], KeyChain] | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -53,7 +58,8 @@ class Scheduler:
         self._sink = sink
         self._engine_identity = engine_identity
         self._digest = digest
-        self._residents = Residents(config, kv, sink)
+        self._chain = chain or self._hashed
+        self._residents = Residents(config, kv, sink, foresight)
         self._waiting = WaitingRoom(self._residents, sink)
         self._speculation = Speculation(config, self._residents) if config.speculative_tokens else None
         self._next_id = 0
@@ -129,13 +135,16 @@ class Scheduler:
         return ceiling
 
     def _sequence(self, request: Request, index: int, ceiling: int, now: float) -> Sequence:
-        tokens = list(request.prompt)
-        identity = encode_identity(request.identity, *self._engine_identity)
-        chain = KeyChain(tokens, self.kv.block_size, identity, self._digest)
+        # Tokens that nobody reads take a byte each.
+        tokens: Any = bytearray(request.prompt) if isinstance(request.prompt, bytes) else list(request.prompt)
         self._next_id += 1
-        seq = Sequence(self._next_id, request, index, tokens, ceiling, chain, now)
+        seq = Sequence(self._next_id, request, index, tokens, ceiling, self._chain(request, tokens), now)
         seq.draws = (seq,)
         return seq
+
+    def _hashed(self, request: Request, tokens: list[int]) -> KeyChain:
+        identity = encode_identity(request.identity, *self._engine_identity)
+        return KeyChain(tokens, self.kv.block_size, identity, self._digest)
 
     def abort(self, request_id: str, now: float) -> list[Sequence]:
         """End what is left of a request and give its memory back at once. An unknown or ended id is not an error."""
@@ -171,6 +180,7 @@ class Scheduler:
     def reset_cache(self) -> int:
         """Forget every cached prefix that nobody uses; returns the blocks that became free."""
         freed = self.kv.reset_cache()
+        self._residents.relief += 1
         self._sink(ev.CacheReset(self.steps, freed))
         return freed
 
@@ -182,6 +192,7 @@ class Scheduler:
             self._waiting.remove(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
+        seq.draws = ()  # it referred to itself, and whoever runs without a garbage collector would keep it
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._waiting.predictor.learn(seq.generated)
         if self._speculation is not None:
@@ -206,14 +217,20 @@ class Scheduler:
             self._expire(seq, now)
         work: dict[int, SeqWork] = {}
         chunks: list[Sequence] = []
-        for seq in tuple(residents.running):
+        coast = residents.coast
+        if coast is not None:
+            coast.wake()
+        for seq in tuple(residents.awake):
             computed = seq.computed
             if len(seq.tokens) - computed > 1:
                 chunks.append(seq)
-            elif computed < seq.slots or residents.grow(seq, computed + 1):
+            elif (computed < seq.slots or residents.grow(seq, computed + 1)) and (coast is None or not coast.take(seq)):
                 work[seq.id] = SeqWork(seq, computed, 1, seq.draws)
-        left = self.config.max_num_batched_tokens - len(work)
-        if budget is not None and work:
+        for seq in residents.victims:
+            work.pop(seq.id, None)
+        decoding = len(work) + (0 if coast is None else len(coast))
+        left = self.config.max_num_batched_tokens - decoding
+        if budget is not None and decoding:
             left = min(left, max(budget, self.kv.block_size))
         for seq in chunks:
             if left > 0:
@@ -236,7 +253,8 @@ class Scheduler:
 
     def _planned(self, now: float, work: dict[int, SeqWork]) -> StepPlan:
         residents = self._residents
-        plan = StepPlan(residents.step, tuple(residents.copies), tuple(work.values()))
+        coasting = NOBODY if residents.coast is None else residents.coast.depart()
+        plan = StepPlan(residents.step, tuple(residents.copies), tuple(work.values()), coasting)
         residents.copies.clear()
         residents.step += 1
         if not plan.empty:
@@ -272,9 +290,16 @@ class Scheduler:
         memory is as full as the step made it. Drafts are judged after it.
         """
         self._sink(ev.Settled(plan.index, now, result.tokens))
+        self._waiting.moved()
         if plan.copies:
             self.kv.done(plan.copies)
+            self._residents.relief += 1
         self._written(plan)
+        coast = self._residents.coast
+        if coast is not None:
+            coasted = coast.advance()
+            self.totals.computed += coasted
+            self.totals.generated += coasted
         if on_written is not None:
             on_written()
         out, self._ended_early = self._ended_early, []
@@ -294,6 +319,8 @@ class Scheduler:
                 for sample in self.requests[seq.request.id]:
                     self._finish(sample, FinishReason.LENGTH)
                     out.append(Progress(sample, None, FinishReason.LENGTH))
+        if coast is not None:
+            coast.gained(item.seq.id for item in out if item.token is not None)
         return out
 
     def _written(self, plan: StepPlan) -> None:
@@ -325,6 +352,7 @@ class Scheduler:
         self._residents.lost_copies(plan.copies)
         self._requeue_victims()
         self.kv.done(plan.copies)
+        self._residents.relief += 1
         return ended
 
     def _judge(self, seq: Sequence, draft: tuple[int, ...], run: tuple[int, ...]) -> list[Progress]:
@@ -385,6 +413,10 @@ class Scheduler:
         """How many sequences wait for which cause."""
         return self._waiting.by_cause()
 
+    def waiting_cause(self, seq: Sequence) -> str:
+        """What a waiting sequence waits for; `explain` has the numbers."""
+        return self._waiting.cause_of(seq).value
+
     def ledger(self) -> Ledger:
         """Where every slot of the pool is, at this moment."""
         self._residents.seal_all()
@@ -393,6 +425,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise InvariantError if the bookkeeping is wrong; when nothing is left, also if anything stays pinned."""
         residents, config = self._residents, self.config
+        if residents.coast is not None:
+            residents.coast.sync()
         self.kv.check()
         places = sum(residents.places(seq) for seq in residents.running)
         require(residents.slots == places, "occupied slots equal the running sequences")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from octavo import events as ev
 from octavo.kv.api import Ledger, Quote, Why
@@ -29,7 +30,8 @@ class WaitingRoom:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._waits: dict[int, Wait] = {}  # of those offered memory in the last round
         self._barrier: Sequence | None = None  # the one at which the last round stopped
-        self._pool: tuple[tuple[int, int], Pool] | None = None  # what charges are computed from, and when
+        self._pool: tuple[int, Pool] | None = None  # what charges are computed from, and after which change
+        self._relief = -1  # the relief that the last round knew of
 
     def __len__(self) -> int:
         return len(self._line)
@@ -65,12 +67,18 @@ class WaitingRoom:
             if _pending(seq):
                 yield seq
 
+    def moved(self) -> None:
+        """A step has been settled: what was added up over the running sequences is of the past."""
+        self._pool = None
+
     # -- offering memory ----------------------------------------------------------------------------------------------
 
     def offer(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
         """Admit in order what there is room for: (sequence, tokens to compute now). One that is refused memory may be
-        passed `max_skips` times."""
+        passed `max_skips` times. It is asked for again when something has happened that could help it (`relief`):
+        growing alone takes from what is available as much as from what is still to come."""
         before, self._waits, self._barrier = self._waits, {}, None
+        relieved, self._relief = self._residents.relief != self._relief, self._residents.relief
         admitted: list[tuple[Sequence, int]] = []
         passed: list[Sequence] = []
         for seq in self._line:
@@ -78,6 +86,10 @@ class WaitingRoom:
                 self._barrier = passed[-1]
                 break
             wait = self._hindrance(seq, budget)
+            refused = before.get(seq.id)
+            if wait is None and not relieved and refused is not None and refused.lasting:
+                wait = refused
+            wait = wait or self._prefix_in_flight(seq)
             if wait is None:
                 quote = self._gate(seq)
                 if quote.ok:
@@ -90,7 +102,7 @@ class WaitingRoom:
                 if quote.why is Why.FRAGMENTED and not self._residents.copies:
                     self._residents.compact(after=None)
                 wait = from_quote(quote)
-            self._tell(seq, wait, before.get(seq.id))
+            self._tell(seq, wait, refused)
             if wait.cause in MEMORY_CAUSES:
                 passed.append(seq)
             if wait.cause in (Cause.SLOTS, Cause.BUDGET):
@@ -107,18 +119,18 @@ class WaitingRoom:
         residents = self._residents
         places, free = residents.places(seq), self._config.max_num_seqs - residents.slots
         if places > free:
-            holders = tuple(Holder(other.request.id, residents.places(other)) for other in residents.running)
-            return Wait(Cause.SLOTS, places, free, places - free, "slots", holders=holders)
+            return Wait(Cause.SLOTS, places, free, places - free, "slots")
         if budget <= 0:
             return Wait(Cause.BUDGET, 1, 0, 1, f"of {self._config.max_num_batched_tokens} tokens a step")
-        if residents.in_flight:
-            return self._prefix_in_flight(seq)
         return None
 
     def _prefix_in_flight(self, seq: Sequence) -> Wait | None:
         """Its next missing block is being computed by someone else: waiting is cheaper than computing it twice."""
-        keys, in_flight = self._keys(seq), self._residents.in_flight
-        if not any(key.digest in in_flight for key in keys):
+        in_flight = self._residents.in_flight
+        if not in_flight:
+            return None
+        keys = self._keys(seq)
+        if not keys or not self._may_be_in_flight(seq, keys):
             return None
         reused = self._kv.quote(self._residents.ask(seq, 1, keys)).reuse // self._kv.block_size
         key, owner = in_flight.get(keys[reused].digest, (None, None)) if reused < len(keys) else (None, None)
@@ -126,12 +138,19 @@ class WaitingRoom:
             return None
         return Wait(Cause.BEHIND, 0, 0, 0, "blocks", behind=owner.request.id, shares_prefix=True)
 
-    def _keys(self, seq: Sequence) -> tuple[BlockKey, ...]:
+    def _may_be_in_flight(self, seq: Sequence, keys: Seq[BlockKey]) -> bool:
+        """Whether looking closer is worth it. Who computes a later block of the chain holds the first one, too."""
+        in_flight = self._residents.in_flight
+        if self._kv.windowed:
+            return any(key.digest in in_flight for key in keys)
+        return keys[0].digest in in_flight or self._kv.quote(self._residents.ask(seq, 1, keys[:1])).reuse > 0
+
+    def _keys(self, seq: Sequence) -> Seq[BlockKey]:
         """Blocks that may come from the cache. At least one token is computed, for its logits; prompt logprobs
         need every position."""
         if not self._kv.shares or seq.request.params.prompt_logprobs is not None:
             return ()
-        return tuple(seq.keys.upto(len(seq.tokens) - 1))
+        return seq.keys.upto(len(seq.tokens) - 1)
 
     def _gate(self, seq: Sequence) -> Quote:
         """Whether there is room for what the request is charged on entry."""
@@ -147,9 +166,9 @@ class WaitingRoom:
 
     def _charging(self) -> Pool:
         """The pool as it stands; what charges add up over it is kept until something moves."""
-        now = (self._residents.changes, self._residents.step)
-        if self._pool is None or self._pool[0] != now:
-            self._pool = (now, Pool(self._kv, self._residents.running, self.predictor))
+        residents = self._residents
+        if self._pool is None or self._pool[0] != residents.changes:
+            self._pool = (residents.changes, Pool(self._kv, residents.running, residents.lengths(), self.predictor))
         return self._pool[1]
 
     def _enter(self, seq: Sequence, gate: Quote, budget: int, now: float) -> int:
@@ -178,9 +197,11 @@ class WaitingRoom:
     def explain(self, seq: Sequence) -> Wait:
         """Why a waiting sequence does not run, with the numbers of this moment."""
         stored, barrier = self._waits.get(seq.id), self._barrier
-        hindrance = self._hindrance(seq, self._config.max_num_batched_tokens)
+        hindrance = self._hindrance(seq, self._config.max_num_batched_tokens) or self._prefix_in_flight(seq)
         if hindrance is not None and hindrance.cause is Cause.SLOTS:
-            return hindrance
+            running = self._residents.running
+            holders = tuple(Holder(other.request.id, self._residents.places(other)) for other in running)
+            return hindrance._replace(holders=holders)
         stopped = barrier is not None and barrier.status is Status.WAITING
         if stored is None and barrier is not None and stopped and self._line.is_before(barrier, seq):
             wait = self.explain(barrier)
@@ -203,6 +224,11 @@ class WaitingRoom:
             if tenant is None or other.request.tenant == tenant
         ]
         return tuple(sorted(held, key=lambda holder: -holder.amount))
+
+    def cause_of(self, seq: Sequence) -> Cause:
+        """What a waiting sequence waits for, without the numbers."""
+        wait = self._waits.get(seq.id)
+        return self._cause_of_unseen() if wait is None else wait.cause
 
     def by_cause(self) -> Counter[str]:
         """How many sequences wait for which cause; those never offered anything share the barrier's."""
