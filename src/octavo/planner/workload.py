@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, TextIO
+from typing import Any
 
 from octavo.errors import OctavoError
-
-AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-MOST_TOKENS = 10**9  # of one prompt or answer: anything above is a slip, and would be allocated
+from octavo.planner.traces.api import BadLine, TraceError
+from octavo.planner.traces.fields import MOST_TOKENS, FieldError, is_text, seconds, tokens
+from octavo.planner.traces.lines import Row, read_objects
+from octavo.planner.traces.tables import read_azure
 
 
 class WorkloadError(OctavoError):
@@ -33,21 +31,21 @@ class WorkItem:
 
 
 def read_workload(path: str | Path) -> list[WorkItem]:
-    """Read a JSONL or Azure CSV file (UTF-8, a byte order mark is allowed), in order of arrival.
+    """Read a JSONL or Azure CSV file (UTF-8, a byte order mark and gzip are allowed), in order of arrival.
 
     JSONL lines: {"arrival": seconds, "prompt": text | "prompt_tokens": n, "output_tokens": n}. Timestamps of the Azure
-    CSV are UTC unless they carry an offset. Raises WorkloadError naming the line.
+    CSV are UTC unless they carry an offset. Unlike a trace, which leaves out bad lines and counts them, a workload has
+    none: raises WorkloadError naming the line.
     """
     path = Path(path)
     try:
-        # Bytes that are no UTF-8 become lone surrogates here and an error with its line in `_checked`.
-        with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-            items = list(_read_azure(path, file) if path.suffix.lower() == ".csv" else _read_jsonl(path, file))
-    except FileNotFoundError:
-        raise WorkloadError(f"workload {path} does not exist; give a .jsonl file or an Azure trace .csv.") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if not path.exists():
+            raise WorkloadError(f"workload {path} does not exist; give a .jsonl file or an Azure trace .csv.")
+        is_table = path.name.lower().removesuffix(".gz").endswith(".csv")
+        items = list(_items(path, read_azure(path) if is_table else read_objects(path, _item)))
+    except (TraceError, OSError, ValueError) as error:  # a name too long; ValueError: a NUL in it
         raise WorkloadError(
-            f"workload {path} cannot be read ({getattr(error, 'strerror', error)}); give a .jsonl or .csv file."
+            f"workload {path} cannot be read ({getattr(error, 'strerror', None) or error}); give a .jsonl or .csv file."
         ) from error
     if not items:
         raise WorkloadError(f"workload {path} has no requests; give a file with at least one.")
@@ -56,99 +54,28 @@ def read_workload(path: str | Path) -> list[WorkItem]:
     return [replace(item, arrival=item.arrival - first) for item in items]
 
 
-def _checked(path: Path, lines: Iterable[str]) -> Iterator[str]:
-    """The lines as they are. Raises WorkloadError at the first that was no UTF-8."""
-    for number, line in enumerate(lines, 1):
-        if not _is_text(line):
-            raise WorkloadError(f"{path}, line {number}: not UTF-8 text; save the file as UTF-8.")
-        yield line
+def _items(path: Path, rows: Iterable[Row | WorkItem | BadLine]) -> Iterator[WorkItem]:
+    for row in rows:
+        if isinstance(row, BadLine):
+            raise WorkloadError(f"{path}, line {row.line}: {row.reason}")
+        if isinstance(row, Row):
+            yield WorkItem(row.seconds, row.output_tokens, prompt_tokens=row.prompt_tokens)
+        else:
+            yield row
 
 
-def _is_text(text: str) -> bool:
-    """Whether it has no half of a surrogate pair: tokenizers and files take no such character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _read_jsonl(path: Path, file: TextIO) -> Iterator[WorkItem]:
-    for number, line in enumerate(_checked(path, file), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise WorkloadError(f"{where}: not JSON ({error.msg} at column {error.colno}); correct it.") from error
-        except (ValueError, RecursionError) as error:
-            why = "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
-            raise WorkloadError(f"{where}: the JSON cannot be read, {why}; correct it.") from error
-        if not isinstance(record, dict):
-            raise WorkloadError(f"{where}: a JSON object is wanted, not {shown(record)}.")
-        yield _item(record, where)
-
-
-def _item(record: dict[str, Any], where: str) -> WorkItem:
+def _item(record: dict[str, Any], number: int) -> WorkItem:
     prompt = record.get("prompt")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
-        raise WorkloadError(f"{where}: prompt is {shown(prompt)}; it must be a non-empty text.")
-    if prompt is not None and not _is_text(prompt):
-        raise WorkloadError(
-            f"{where}: prompt is {shown(prompt)}, which has half of a surrogate pair; it must be text that UTF-8 can "
+        raise FieldError(f"prompt is {shown(prompt)}; it must be a non-empty text.")
+    if prompt is not None and not is_text(prompt):
+        raise FieldError(
+            f"prompt is {shown(prompt)}, which has half of a surrogate pair; it must be text that UTF-8 can "
             "write: give both halves or remove it."
         )
-    length = 0 if prompt is not None else _count(record.get("prompt_tokens"), "prompt_tokens", where)
-    arrival = record.get("arrival", 0.0)
-    if isinstance(arrival, bool) or not isinstance(arrival, (int, float)) or not 0 <= arrival < 1e15:
-        raise WorkloadError(f"{where}: arrival is {shown(arrival)}; it must be seconds, 0 or more and below 1e15.")
-    return WorkItem(float(arrival), _count(record.get("output_tokens"), "output_tokens", where), prompt, length)
-
-
-def _count(value: Any, name: str, where: str) -> int:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < 1:
-        raise WorkloadError(f"{where}: {name} is {shown(value)}; it must be a whole number of at least 1.")
-    if value > MOST_TOKENS:
-        raise WorkloadError(f"{where}: {name} is {shown(value)}; it must be at most {MOST_TOKENS} tokens.")
-    return int(value)
-
-
-def _read_azure(path: Path, file: TextIO) -> Iterator[WorkItem]:
-    rows = csv.DictReader(_checked(path, file))
-    try:
-        if rows.fieldnames is None or not set(AZURE_COLUMNS) <= set(rows.fieldnames):
-            raise WorkloadError(
-                f"{path}, line 1: the columns are {shown(rows.fieldnames)}; an Azure trace has "
-                f"{', '.join(AZURE_COLUMNS)}."
-            )
-        for row in rows:
-            yield _azure_item(row, f"{path}, line {rows.line_num}")
-    except csv.Error as error:
-        raise WorkloadError(f"{path}, line {rows.line_num + 1}: not CSV ({error}); correct the line.") from error
-
-
-def _azure_item(row: dict[str, Any], where: str) -> WorkItem:
-    for name in AZURE_COLUMNS:
-        if not (row[name] or "").strip():
-            raise WorkloadError(f"{where}: {name} is missing; each line needs {', '.join(AZURE_COLUMNS)}.")
-    stamp = row["TIMESTAMP"].strip()
-    try:
-        when = datetime.fromisoformat(stamp)
-        seconds = (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError) as error:
-        raise WorkloadError(
-            f"{where}: TIMESTAMP is {shown(stamp)}; it must be a date and time such as 2023-11-16 18:15:46.68."
-        ) from error
-    counts = []
-    for name in AZURE_COLUMNS[1:]:
-        try:
-            value: Any = int(row[name])
-        except ValueError:
-            value = row[name]  # which is no number: `_count` says so
-        counts.append(_count(value, name, where))
-    return WorkItem(seconds, counts[1], prompt_tokens=counts[0])
+    length = 0 if prompt is not None else tokens(record.get("prompt_tokens"), "prompt_tokens")
+    arrival = seconds(record.get("arrival", 0.0), "arrival")
+    return WorkItem(arrival, tokens(record.get("output_tokens"), "output_tokens"), prompt, length)
 
 
 def scale(
