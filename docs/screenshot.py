@@ -1,5 +1,7 @@
 """Pictures of a report page: `python docs/screenshot.py report.html out/ [--section ID] [--dark] [--no-script]`.
 
+A replay's page as the docs show it, a picture of each section: `... replay.html docs/img --section each --fit`.
+
 Needs Chromium (`apt-get install -y chromium`); nothing is fetched. Writes a PNG (with --print a PDF) into the folder
 and prints what the page's scripts had to say.
 """
@@ -15,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 SECTIONS = ("verdict", "summary", "ledger", "running", "map", "waterfall", "facts")
+REPLAY = ("budget", "timeline", "requests", "rates", "changes")  # more that a replay's page has
 QUIET = (
     "--headless=new",
     "--no-sandbox",
@@ -62,26 +65,51 @@ def variant(page: Path, folder: Path, section: str | None, scripts: bool) -> Pat
     return copy
 
 
+def height_of(page: Path, folder: Path, *, width: int, flags: list[str]) -> int:
+    """Height in pixels of what the page shows; the page itself says it on the console."""
+    says = "console.log('HEIGHT ' + Math.ceil(document.body.getBoundingClientRect().height))"
+    copy = folder / "measured.html"
+    copy.write_text(page.read_text(encoding="utf-8") + f"<script>{says}</script>", encoding="utf-8")
+    said = picture(copy, folder / "measured.png", width=width, height=800, flags=flags)
+    found = re.search(r"HEIGHT (\d+)", "\n".join(said))
+    return int(found.group(1)) if found else sys.exit(f"The page did not say how high it is: {said}")
+
+
+def sections_of(page: Path, wanted: str | None) -> list[str | None]:
+    """The sections to make pictures of; None: the whole page at once."""
+    if wanted != "each":
+        return [wanted]
+    return re.findall(r'<section id="(\w+)"', page.read_text(encoding="utf-8"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("out", type=Path, help="folder for the picture")
     parser.add_argument("--width", type=int, default=1400)
     parser.add_argument("--height", type=int, default=5200)
-    parser.add_argument("--section", choices=SECTIONS, help="show only this one")
+    parser.add_argument("--section", choices=(*SECTIONS, *REPLAY, "each"), help="show only this one, or each by itself")
+    parser.add_argument("--fit", action="store_true", help="as high as what is shown, whatever --height says")
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--no-script", action="store_true", help="as without JavaScript")
     parser.add_argument("--print", action="store_true", dest="paper", help="a PDF as the printer gets it")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    for section in sections_of(args.page, args.section):
+        shoot(args, section)
+
+
+def shoot(args: argparse.Namespace, section: str | None) -> None:
+    """One picture."""
     flags = ["--blink-settings=preferredColorScheme=0"] if args.dark else []
-    marks = [args.section] if args.section else []
+    marks = [section] if section else []
     marks += (["dark"] if args.dark else []) + (["plain"] if args.no_script else [])
     name = "-".join([args.page.stem, *marks]) + (".pdf" if args.paper else ".png")
     target = (args.out / name).resolve()
     with tempfile.TemporaryDirectory() as folder:
-        page = variant(args.page, Path(folder), args.section, not args.no_script)
-        said = picture(page, target, width=args.width, height=args.height, flags=flags)
+        page = variant(args.page, Path(folder), section, not args.no_script)
+        height = height_of(page, Path(folder), width=args.width, flags=flags) if args.fit else args.height
+        said = picture(page, target, width=args.width, height=height, flags=flags)
     print(target)
     print("\n".join(said) or "no console messages")
 

@@ -166,6 +166,16 @@ def test_a_device_whose_driver_total_is_unknown_is_an_interval() -> None:
     assert answer("qwen3-0.6b", "--gpu", "RTX 4090")["memory"]["total"]["low"] == 25_250_627_584
 
 
+def test_the_engine_is_an_option() -> None:
+    """Its defaults and costs; Octavo's where none is named."""
+    memory = answer("llama-3.1-8b", "--gpu", "H100 SXM", "--engine", "vllm-0.21")["memory"]
+    assert (memory["utilization"], memory["chunk"]) == (0.92, 8192)
+    assert 0 < memory["graphs"]["low"] < memory["graphs"]["high"]
+    ours = answer("llama-3.1-8b", "--gpu", "H100 SXM")["memory"]
+    assert (ours["utilization"], ours["chunk"], ours["graphs"]["high"]) == (0.9, 512, 0)
+    assert "engine is 'orca'; it must be one of octavo" in refusal("llama-3.1-8b", "--engine", "orca")
+
+
 def test_quantised_checkpoints_are_not_sized_as_16_bit() -> None:
     """DeepSeek-R1 is published in FP8: it serves on 8 x H200, which a 16-bit reading calls impossible."""
     weights = answer("deepseek-r1", "--gpu", "H200", "--tp", "8")["memory"]["weights"]

@@ -342,3 +342,26 @@ def test_every_catalogue_entry_is_sized_or_refused_in_a_sentence() -> None:
         except ConfigError:
             refused.append(name)
     assert refused == ["deepseek-ai/DeepSeek-V4-Flash"]
+
+
+@pytest.mark.parametrize(
+    ("model", "gib"),
+    [
+        ("meta-llama-3-8b", 4.000),
+        ("qwen3-32b", 8.000),
+        ("gemma-3-27b", 2.906),
+        ("gemma-3-4b", 0.738),
+        ("deepseek-v3", 2.145),
+        ("gpt-oss-120b", 1.129),
+        ("gpt-oss-20b", 0.753),
+        ("gemma-4-26b-a4b", 0.820),
+    ],
+)
+def test_one_sequence_of_32768_tokens(model: str, gib: float) -> None:
+    """The right values of shared/PLANNER.md, section 5, on which no other calculator agrees for all models."""
+    entry = find_model(model)
+    assert entry is not None
+    spec = spec_from_config(entry.config)
+    assert round(spec.bytes_at(32_768) / 2**30, 3) == gib
+    if spec.mla is not None:  # the latent is held whole by every rank
+        assert spec_from_config(entry.config, tp=8).bytes_at(32_768) == spec.bytes_at(32_768)

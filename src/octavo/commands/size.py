@@ -30,10 +30,19 @@ def size(
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
     users: Annotated[int | None, typer.Option(help="Memory for so many sequences of --length.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of each of them.")] = None,
-    utilization: Annotated[str, typer.Option(help="Share of the device the engine may use.")] = "0.9",
+    engine: Annotated[
+        str, typer.Option(help="Whose memory costs and defaults: octavo, or vllm-0.19 and other versions.")
+    ] = "octavo",
+    utilization: Annotated[
+        str | None, typer.Option(help="Share of the device the engine may use; default: the engine's.")
+    ] = None,
     mla: Annotated[str, typer.Option(help="MLA cache: latent or expanded.")] = "latent",
-    max_num_seqs: Annotated[int, typer.Option(help="Most running sequences (activation estimate).")] = 256,
-    max_batched_tokens: Annotated[int, typer.Option(help="Most tokens of a step.")] = 512,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most running sequences (activation estimate); default: the engine's.")
+    ] = None,
+    max_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a step; default: the engine's.")
+    ] = None,
     as_data: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """KV bytes per token of a model, and the lengths and concurrency that a memory budget gives."""
@@ -60,6 +69,7 @@ def size(
             utilization=utilization,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
+            engine=engine,
         )
     )
     if as_data:

@@ -111,6 +111,7 @@ def _memory_json(result: SizeResult) -> dict[str, Any] | None:
             "weights": _amount_json(plan.weights),
             "activations": _amount_json(plan.activations),
             "workspace": _amount_json(plan.workspace),
+            "graphs": _amount_json(plan.graphs),
         }
     )
     low, high = result.pools[0], result.pools[-1]
@@ -118,7 +119,7 @@ def _memory_json(result: SizeResult) -> dict[str, Any] | None:
         **parts,
         "kv": _amount_json(result.kv),
         "block_size": result.request.block_size,
-        "chunk": result.request.max_batched_tokens,
+        "chunk": result.limits.max_batched_tokens,
         "blocks": _ends(low.blocks, high.blocks),
         "slots": _ends(low.slots, high.slots),
         "longest": _ends(_reachable(result, low), _reachable(result, high)),
@@ -236,9 +237,13 @@ def _print_memory(console: Any, result: SizeResult) -> None:
     table = _table("memory of one device", "bytes", "where it comes from")
     if plan is not None:
         table.add_row("total", interval(plan.total), plan.total.source)
-        table.add_row("utilization", f"{float(plan.utilization):g}", "--utilization")
-        for name in ("weights", "activations", "workspace"):
+        engine = f"default of {result.limits.profile.name}"
+        source = engine if result.request.utilization is None else "--utilization"
+        table.add_row("utilization", f"{float(plan.utilization):g}", source)
+        for name in ("weights", "activations", "workspace", "graphs"):
             amount = getattr(plan, name)
+            if not amount.high:
+                continue
             table.add_row(f"- {name}", interval(amount), escape(amount.source))
     assert result.kv is not None
     kv = Amount(low.kv_bytes, high.kv_bytes, result.kv.source)
@@ -294,7 +299,7 @@ def _print_inverse(console: Any, result: SizeResult) -> None:
     what = f"{inverse.users:,} sequence{'s' if inverse.users > 1 else ''} of {inverse.length:,} tokens"
     console.print(f"[bold]{what}[/] need {inverse.kv_bytes:,} B of KV memory ({human(inverse.kv_bytes)})", end="")
     if inverse.device is not None:
-        share = result.request.utilization
+        share = result.limits.utilization
         console.print(f" and a device of {interval(inverse.device)} in total at utilization {share}", end="")
     console.print(".\n")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from octavo.kv.check import check_partition, require
 from octavo.kv.prefix import BlockKey, PrefixIndex
@@ -127,15 +128,15 @@ class BlockPool:
             self._parked.discard(block)
             self._rest(block)
 
-    def publish(self, group: int, keys: Iterable[BlockKey], blocks: Iterable[int]) -> None:
+    def publish(self, group: int, keys: Seq[BlockKey], blocks: Seq[int]) -> None:
         """Make written full blocks findable; one that is findable already keeps its identity, and those that slid out
         of a window (below 0) have none."""
-        self.index.add(group, zip(keys, blocks, strict=True))
+        self.index.add(group, keys, blocks)
 
     def forget_cached(self) -> int:
         """Free every cached block that nobody uses."""
         n = len(self._cached)
-        self.index.remove(self._cached)
+        self.index.remove(list(self._cached))
         self._free += self._cached
         self._cached.clear()
         return n

@@ -186,15 +186,21 @@ class Paged:
         if self.windowed or self._pool.free + self._pool.cached < wanted + spare:
             return None
         self._version += 1
+        for group in range(groups):
+            keys: list[BlockKey] = []
+            written: list[int] = []
+            for seq, _, new in filled:
+                held = self._seqs[seq]
+                keys += new
+                written += held.view.tables[group][held.sealed : held.sealed + len(new)]
+            self._pool.publish(group, keys, written)
         blocks, evicted = self._pool.take(wanted)
-        for at, (seq, computed, keys) in enumerate(filled):
+        for at, (seq, computed, new) in enumerate(filled):
             held = self._seqs[seq]
             held.computed = computed
+            held.sealed += len(new)
             for group, table in enumerate(held.view.tables):
-                if keys:
-                    self._pool.publish(group, keys, table[held.sealed :])
                 table.append(blocks[at * groups + group])
-            held.sealed += len(keys)
         return evicted
 
     def _enter(self, quote: Quote) -> _Held:

@@ -136,24 +136,24 @@ class Miss:
 _Buckets = dict[Hashable, int | dict[int, None]]
 
 
-def _put(buckets: _Buckets, digest: Hashable, block: int) -> None:
-    there = buckets.get(digest)
-    if there is None:
-        buckets[digest] = block
-    elif isinstance(there, int):
-        buckets[digest] = {there: None, block: None}
-    else:
-        there[block] = None
-
-
-def _drop(buckets: _Buckets, digest: Hashable, block: int) -> None:
-    there = buckets[digest]
-    if isinstance(there, int):
-        del buckets[digest]
+def _put_all(buckets: _Buckets, digests: Sequence[Hashable], blocks: Sequence[int]) -> None:
+    if len(digests) > 4 and buckets.keys().isdisjoint(digests) and len(set(digests)) == len(digests):
+        buckets.update(zip(digests, blocks, strict=True))  # most are; this takes half the time
         return
-    del there[block]
-    if not there:
-        del buckets[digest]
+    for digest, block in zip(digests, blocks, strict=True):
+        there = buckets.setdefault(digest, block)
+        if isinstance(there, dict):
+            there[block] = None
+        elif there != block:
+            buckets[digest] = {there: None, block: None}
+
+
+def _drop_all(buckets: _Buckets, digests: Sequence[Hashable], blocks: Sequence[int]) -> None:
+    for block, digest, there in zip(blocks, digests, map(buckets.pop, digests), strict=True):
+        if isinstance(there, dict):
+            del there[block]
+            if there:
+                buckets[digest] = there
 
 
 def _blocks(buckets: _Buckets, digest: Hashable) -> Iterable[int]:
@@ -169,46 +169,43 @@ class PrefixIndex:
 
     def __init__(self, groups: int) -> None:
         self._buckets: list[_Buckets] = [{} for _ in range(groups)]  # digest -> blocks
-        self._entries: dict[int, tuple[int, BlockKey]] = {}  # block -> (group, key)
+        self._keys: dict[int, BlockKey] = {}  # block -> key
+        self._group: dict[int, int] = {}  # block -> group, if there are several
         self._children: _Buckets = {}  # parent digest -> blocks of group 0 that continue it
 
     def key(self, block: int) -> BlockKey | None:
-        entry = self._entries.get(block)
-        return entry[1] if entry else None
+        return self._keys.get(block)
 
     def holds(self, block: int) -> bool:
         """Whether the block is findable."""
-        return block in self._entries
+        return block in self._keys
 
-    def add(self, group: int, pairs: Iterable[tuple[BlockKey, int]]) -> None:
+    def add(self, group: int, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         """Make blocks findable under their keys, except those that are already, and those below 0."""
-        entries, buckets, children = self._entries, self._buckets[group], self._children
-        for key, block in pairs:
-            if block < 0 or block in entries:
-                continue
-            entries[block] = (group, key)
-            if buckets.setdefault(key.digest, block) != block:
-                _put(buckets, key.digest, block)
-            if group == 0 and key.parent is not None and children.setdefault(key.parent.digest, block) != block:
-                _put(children, key.parent.digest, block)
+        if -1 in blocks or not self._keys.keys().isdisjoint(blocks):
+            fresh = [i for i, block in enumerate(blocks) if block >= 0 and block not in self._keys]
+            keys, blocks = [keys[i] for i in fresh], [blocks[i] for i in fresh]
+        self._keys.update(zip(blocks, keys, strict=True))
+        if len(self._buckets) > 1:
+            self._group.update(dict.fromkeys(blocks, group))
+        _put_all(self._buckets[group], [key.digest for key in keys], blocks)
+        if group == 0:
+            _put_all(self._children, [key.parent.digest for key in keys if key.parent], blocks)
 
-    def remove(self, blocks: Iterable[int]) -> None:
+    def remove(self, blocks: Sequence[int]) -> None:
         """Forget what these blocks hold."""
-        entries, children = self._entries, self._children
-        for block in blocks:
-            group, key = entries.pop(block)
-            buckets = self._buckets[group]
-            # Nearly always there is no other block of that digest, and then this is all.
-            if buckets.get(key.digest) == block:
-                del buckets[key.digest]
-            else:
-                _drop(buckets, key.digest, block)
-            if group == 0 and key.parent is not None:
-                parent = key.parent.digest
-                if children.get(parent) == block:
-                    del children[parent]
-                else:
-                    _drop(children, parent, block)
+        if len(self._buckets) == 1:
+            self._remove(0, blocks)
+            return
+        groups = [self._group.pop(block) for block in blocks]
+        for group in set(groups):
+            self._remove(group, [block for block, of in zip(blocks, groups, strict=True) if of == group])
+
+    def _remove(self, group: int, blocks: Sequence[int]) -> None:
+        keys = list(map(self._keys.pop, blocks))
+        _drop_all(self._buckets[group], [key.digest for key in keys], blocks)
+        if group == 0:
+            _drop_all(self._children, [key.parent.digest for key in keys if key.parent], blocks)
 
     def find(self, group: int, key: BlockKey, before: BlockKey | None) -> tuple[int | None, int]:
         """The block that holds `key`, and how many others had its digest and other content.
@@ -217,7 +214,7 @@ class PrefixIndex:
         """
         collisions = 0
         for block in _blocks(self._buckets[group], key.digest):
-            stored = self._entries[block][1]
+            stored = self._keys[block]
             if stored.tokens == key.tokens and ((before is not None and stored.parent is before) or stored.same(key)):
                 return block, collisions
             collisions += 1
@@ -232,7 +229,7 @@ class PrefixIndex:
         parent = keys[served - 1] if served else chain.root
         best = Miss(matched)
         for block in _blocks(self._children, parent.digest):
-            other = self._entries[block][1]
+            other = self._keys[block]
             if block in own or other.parent is None or not other.parent.same(parent):
                 continue
             same = common_prefix(wanted, other.tokens)
@@ -250,9 +247,10 @@ class PrefixIndex:
             for digest in buckets:
                 for block in _blocks(buckets, digest):
                     listed += 1
-                    stored_group, key = self._entries[block]
-                    require(stored_group == group and key.digest == digest, "index and identity agree", block=block)
-        require(listed == len(self._entries), "every published block is findable exactly once")
+                    key = self._keys.get(block)
+                    agree = key is not None and key.digest == digest and self._group.get(block, 0) == group
+                    require(agree, "index and identity agree", block=block)
+        require(listed == len(self._keys), "every published block is findable exactly once")
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -5,29 +5,15 @@ Every figure carries where it came from. A flag beats what files or catalogues s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 
-from octavo.errors import OctavoError
-from octavo.kv.budget import (
-    Amount,
-    BudgetError,
-    MemoryPlan,
-    Pool,
-    activation_allowance,
-    kv_bytes_for,
-    require_length,
-    workspace_allowance,
-)
-from octavo.kv.fields import Fields
-from octavo.kv.params import count_parameters, mlp_width
+from octavo.kv.budget import Amount, BudgetError, MemoryPlan, Pool, kv_bytes_for, require_length
 from octavo.kv.spec import ConfigError, KVSpec, spec_from_config
-from octavo.kv.weights import published_format, weight_format
+from octavo.kv.weights import weight_format
 from octavo.models.config_source import ModelSource, find_source
 from octavo.planner.catalogue import find_device
+from octavo.planner.costs import costs_of_rank, device_total, memory_plan, parse_utilization, reading
+from octavo.planner.engines import EngineCosts, EngineProfile, find_engine
 
 _MOST = 10**15  # tokens, blocks or sequences: beyond any machine
 
@@ -40,6 +26,8 @@ class SizeRequest:
     kv_memory        KV bytes as given; num_blocks: measured blocks, as an engine logs them
     weight_memory    measured bytes of the weights; weight_dtype: how they are stored instead of as published
     users, length    for the inverse: memory in which so many sequences of that length run
+    engine           whose memory costs and defaults: those of utilization, max_num_seqs and max_batched_tokens where
+                     they are None
     """
 
     model: str
@@ -56,9 +44,20 @@ class SizeRequest:
     weight_memory: int | None = None
     users: int | None = None
     length: int | None = None
-    utilization: str = "0.9"
-    max_num_seqs: int = 256
-    max_batched_tokens: int = 512
+    utilization: str | None = None
+    max_num_seqs: int | None = None
+    max_batched_tokens: int | None = None
+    engine: str = "octavo"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the request left open, filled in from the engine's profile."""
+
+    profile: EngineProfile
+    utilization: str
+    max_num_seqs: int
+    max_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,7 @@ class SizeResult:
     """The answer. `pools` are the KV memory at the low and at the high end (one pool when it is exact)."""
 
     request: SizeRequest
+    limits: Limits
     source: ModelSource
     spec: KVSpec
     max_length: int | None  # --max-model-len, or the model's own
@@ -94,40 +94,73 @@ class SizeResult:
 
 def size_model(request: SizeRequest) -> SizeResult:
     """Answer `request`. Raises OctavoError: a config that says too little, or memory that is too small."""
-    _check(request)
+    profile, note = find_engine(request.engine)
+    _check(request, profile)
     source = find_source(request.model)
-    with _reading(source):
+    with reading(source):
         spec = spec_from_config(
-            source.config, kv_dtype=request.kv_dtype, tp=request.tp, mla_form=request.mla, names=source.names
+            source.config,
+            kv_dtype=profile.kv_dtype(request.kv_dtype),
+            tp=request.tp,
+            mla_form=request.mla,
+            names=source.names,
         )
-    notes = list(spec.notes)
+    notes = [*([] if note is None else [note]), *spec.notes]
     if source.unverified:
         notes.append(f"Not confirmed by a primary source in the catalogue: {', '.join(source.unverified)}.")
     max_length = _max_length(request, spec)
-    wants_plan = request.memory is not None or request.gpu is not None
-    costs = None
-    if wants_plan or request.users is not None:
-        try:
-            with _reading(source):
-                costs = _costs(request, source, notes)
-        except ConfigError as error:
-            if wants_plan:
-                raise
-            notes.append(str(error))  # the KV bytes of the inverse need no weights
-    plan = _plan(request, costs) if wants_plan and costs is not None else None
+    limits = _limits(request, profile, max_length)
+    total = device_total(None if request.gpu is None else find_device(request.gpu), request.memory)
+    costs = None if total is None and request.users is None else _costs(request, limits, source, total, notes)
+    plan = memory_plan(total, parse_utilization(limits.utilization), *costs) if total and costs else None
     kv = _kv_amount(request, spec, plan, notes)
     pools: tuple[Pool, ...] = ()
     if kv is not None:
         ends = sorted({max(0, kv.low), kv.high})
-        pools = tuple(Pool(spec, end, request.block_size, request.max_batched_tokens) for end in ends)
+        pools = tuple(Pool(spec, end, request.block_size, limits.max_batched_tokens) for end in ends)
         _require_fit(request, pools[-1], max_length, notes)
-    inverse = _inverse(request, spec, plan or (costs and _costs_only(request, costs)), max_length)
-    return SizeResult(request, source, spec, max_length, plan, kv, pools, inverse, tuple(notes))
+    inverse = _inverse(request, limits, spec, costs, max_length)
+    return SizeResult(request, limits, source, spec, max_length, plan, kv, pools, inverse, tuple(notes))
 
 
-def _check(request: SizeRequest) -> None:
+def _limits(request: SizeRequest, profile: EngineProfile, max_length: int | None) -> Limits:
+    """The settings as asked, else the engine's defaults for the device."""
+    device = None if request.gpu is None else find_device(request.gpu)
+    tokens, seqs = profile.step_limits(device, request.memory, max_length)
+    return Limits(
+        profile,
+        profile.utilization if request.utilization is None else request.utilization,
+        seqs if request.max_num_seqs is None else request.max_num_seqs,
+        tokens if request.max_batched_tokens is None else request.max_batched_tokens,
+    )
+
+
+def _costs(
+    request: SizeRequest, limits: Limits, source: ModelSource, total: Amount | None, notes: list[str]
+) -> tuple[Amount, EngineCosts] | None:
+    """Weights and the engine's own memory; None, with a note, where only the inverse wants them and they cannot
+    be counted."""
+    try:
+        return costs_of_rank(
+            source,
+            limits.profile,
+            tp=request.tp,
+            max_batched_tokens=limits.max_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            weight_dtype=request.weight_dtype,
+            weight_memory=request.weight_memory,
+            notes=notes,
+        )
+    except ConfigError as error:
+        if total is not None:
+            raise
+        notes.append(str(error))  # the KV bytes of the inverse need no weights
+        return None
+
+
+def _check(request: SizeRequest, profile: EngineProfile) -> None:
     """Every option, whether or not this request needs it."""
-    _utilization(request.utilization)
+    parse_utilization(profile.utilization if request.utilization is None else request.utilization)
     if request.weight_dtype is not None:
         weight_format(request.weight_dtype)
     if (request.users is None) != (request.length is None):
@@ -142,20 +175,6 @@ def _check(request: SizeRequest) -> None:
         value = getattr(request, name)
         if value is not None and not 1 <= value <= _MOST:
             raise BudgetError(f"{name} is {value}; it must be at least 1 and at most {_MOST}.")
-
-
-@contextmanager
-def _reading(source: ModelSource) -> Iterator[None]:
-    """A field of a kind that no rule expects (a text for a list, say) is an error in the config, not in Octavo."""
-    try:
-        yield
-    except OctavoError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"{source.where}: a field holds a value of a kind that Octavo does not expect "
-            f"({type(error).__name__}: {error}); compare it with the published config."
-        ) from error
 
 
 def _max_length(request: SizeRequest, spec: KVSpec) -> int | None:
@@ -180,90 +199,6 @@ def _require_fit(request: SizeRequest, pool: Pool, max_length: int | None, notes
             f"One sequence of the model's {max_length} tokens needs {pool.sequence_bytes(max_length)} bytes of KV "
             f"memory and does not fit: start with --max-model-len {pool.longest()} or less."
         )
-
-
-def _costs(request: SizeRequest, source: ModelSource, notes: list[str]) -> tuple[Amount, Amount, Amount]:
-    """(weights, activations, workspace) of one rank."""
-    fields = Fields(source.config, source.names)
-    hidden, vocab = fields.count("hidden_size"), fields.count("vocab_size")
-    try:
-        widths = [mlp_width(source.config, source.names)]
-    except ConfigError as error:
-        widths = [0, 8 * hidden]
-        notes.append(f"The activations are an interval, for MLPs of 0 to 8 x hidden_size channels: {error}")
-    ends = [
-        activation_allowance(
-            hidden=hidden,
-            mlp_width=width,
-            vocab=vocab,
-            tp=request.tp,
-            max_batched_tokens=request.max_batched_tokens,
-            max_num_seqs=request.max_num_seqs,
-        )
-        for width in widths
-    ]
-    activations = Amount(ends[0].low, ends[-1].high, ends[-1].source)
-    return _weights(request, source, notes), activations, workspace_allowance(request.tp)
-
-
-def _weights(request: SizeRequest, source: ModelSource, notes: list[str]) -> Amount:
-    """Weights of one rank: measured by flag, measured in the files, counted from the shape, or as published."""
-    if request.weight_memory is not None:
-        return Amount.exactly(request.weight_memory, "--weight-memory, per device")
-    ranks = request.tp
-    if source.weight_bytes is not None and request.weight_dtype is None:
-        total, where = source.weight_bytes
-        return Amount.exactly(-(-total // ranks), where + (f" / tp {ranks}" if ranks > 1 else ""))
-    if request.weight_dtype is not None:
-        form, why = weight_format(request.weight_dtype), "--weight-dtype"
-    else:
-        form, why = published_format(source.config)
-    split = f" / tp {ranks}" if ranks > 1 else ""
-    try:
-        counted = count_parameters(source.config, source.names)
-    except ConfigError:
-        if source.parameters is None:
-            raise
-        total = -(-int(source.parameters * form.matrices) // 8)
-        return Amount.exactly(
-            -(-total // ranks), f"{source.parameters:,} parameters as published x {form.name} ({why}){split}"
-        )
-    high = form.bytes(counted)
-    low = high - int(counted.doubt * form.matrices) // 8
-    if counted.doubt:
-        notes.append("The weights are an interval: the config does not say whether parts of the shape exist.")
-    return Amount(
-        -(-low // ranks), -(-high // ranks), f"{counted.total:,} parameters counted x {form.name} ({why}){split}"
-    )
-
-
-def _plan(request: SizeRequest, costs: tuple[Amount, Amount, Amount]) -> MemoryPlan:
-    if request.memory is not None:
-        total = Amount.exactly(request.memory, "--memory")
-    else:
-        device = find_device(request.gpu or "")
-        if device.reported_bytes is not None:
-            total = Amount.exactly(device.reported_bytes, f"{device.name}: total as its driver reports it")
-        else:
-            # Drivers report 2 to 9 % less than the label (gpus.json, meta.reported_total_memory_bytes).
-            low = device.memory_bytes * 91 // 100
-            total = Amount(low, device.memory_bytes, f"{device.name}: label; the driver may report up to 9 % less")
-    return MemoryPlan(total, _utilization(request.utilization), *costs)
-
-
-def _costs_only(request: SizeRequest, costs: tuple[Amount, Amount, Amount]) -> MemoryPlan:
-    """A plan without a device, for the inverse."""
-    return MemoryPlan(Amount.exactly(0, "not given"), _utilization(request.utilization), *costs)
-
-
-def _utilization(text: str) -> Fraction:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise BudgetError(f"utilization is {text!r}; it must be a number in (0, 1], such as 0.9.")
-    return Fraction(text)  # exactly what was written, where a float is only near it
 
 
 def _kv_amount(request: SizeRequest, spec: KVSpec, plan: MemoryPlan | None, notes: list[str]) -> Amount | None:
@@ -295,11 +230,20 @@ def _kv_amount(request: SizeRequest, spec: KVSpec, plan: MemoryPlan | None, note
     return given
 
 
-def _inverse(request: SizeRequest, spec: KVSpec, plan: MemoryPlan | None, max_length: int | None) -> Inverse | None:
+def _inverse(
+    request: SizeRequest,
+    limits: Limits,
+    spec: KVSpec,
+    costs: tuple[Amount, EngineCosts] | None,
+    max_length: int | None,
+) -> Inverse | None:
     users, length = request.users, request.length
     if users is None or length is None:
         return None
     if max_length is not None and length > max_length:
         raise BudgetError(f"length is {length}, above the maximum of {max_length} tokens: lower it.")
-    kv = kv_bytes_for(spec, users, length, block_size=request.block_size, chunk=request.max_batched_tokens)
-    return Inverse(users, length, kv, plan.device_for(kv) if plan is not None else None)
+    kv = kv_bytes_for(spec, users, length, block_size=request.block_size, chunk=limits.max_batched_tokens)
+    if costs is None:
+        return Inverse(users, length, kv, None)
+    plan = memory_plan(Amount.exactly(0, "not given"), parse_utilization(limits.utilization), *costs)
+    return Inverse(users, length, kv, plan.device_for(kv))

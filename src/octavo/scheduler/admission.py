@@ -26,8 +26,10 @@ class LengthPredictor:
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
+        self._history: Ints | None = None  # the same as an array, once somebody has asked
 
     def learn(self, generated: int) -> None:
+        self._history = None
         self._recent.append(generated)
         insort(self._sorted, generated)
         if len(self._recent) > HISTORY:
@@ -49,12 +51,19 @@ class LengthPredictor:
     def remaining_of(self, lengths: Lengths) -> Ints:
         """`remaining` of all running sequences."""
         generated, count = lengths.generated, len(self._sorted)
-        history = np.array(self._sorted or [0], dtype=np.int64)
-        longer = np.searchsorted(history[:count], generated, side="right")
-        at = longer + (QUANTILE * (count - longer - 1)).astype(np.int64)
-        guess = np.maximum(32, generated // 2) if count else np.full_like(generated, FIRST_GUESS)
-        guess = np.where(longer < count, history[np.minimum(at, max(0, count - 1))] - generated, guess)
-        return np.where(lengths.exact, lengths.room, np.minimum(lengths.room, guess))
+        if not count:
+            guess = np.full_like(generated, FIRST_GUESS)
+        else:
+            if self._history is None:
+                self._history = np.array(self._sorted, dtype=np.int64)
+            longer = self._history.searchsorted(generated, side="right")
+            at = longer + (QUANTILE * (count - 1 - longer)).astype(np.int64)
+            guess = self._history.take(at, mode="clip") - generated
+            outlived = longer == count
+            if outlived.any():
+                guess = np.where(outlived, np.maximum(32, generated // 2), guess)
+        guess = np.minimum(lengths.room, guess)
+        return np.where(lengths.exact, lengths.room, guess) if lengths.exact.any() else guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +97,39 @@ class Pool:
 class PeakProfile:
     """The running sequences, longest remaining first, summed up so that one more is quickly put among them.
 
-    to_go    tokens to come of each
-    tokens   sum of the tokens known, up to and with each;  fixed: of the blocks of their window groups
-    highest  largest number of blocks in use when one of those so far ends
-    held     blocks they hold now
+    shortness  minus the tokens to come of each, which rises
+    tokens     sum of the tokens known, up to and with each;  fixed: of the blocks of their window groups
+    highest    largest number of blocks in use when one of those so far ends
+    later      tokens in use when each ends if one more runs besides, without what that one knows;  rest: the blocks of
+               window groups and of tails then
+    held       blocks they hold now
     """
 
-    to_go: Ints
+    shortness: Ints
     tokens: Ints
     fixed: Ints
     highest: Ints
+    later: Ints
+    rest: Ints
     held: int
 
 
 def peak_profile(kv: KVManager, lengths: Lengths, remaining: Ints) -> PeakProfile:
-    """`remaining`: tokens still to come, per entry of `lengths`."""
-    order = np.argsort(-remaining, kind="stable")
-    to_go, known = remaining[order], lengths.known[order]
-    fixed = np.zeros_like(to_go)
+    """`remaining`: tokens still to come, per entry of `lengths`. Half of the tail blocks, on average, are not covered
+    by a sum of tokens."""
+    groups, size = kv.growing_groups, kv.block_size
+    shortness = -remaining
+    order = shortness.argsort(kind="stable")
+    shortness, known = shortness[order], lengths.known[order]
+    tokens, count = known.cumsum(), np.arange(1, len(known) + 1)
+    fixed = np.zeros_like(known)
     if kv.windowed:
-        fixed[:] = [window_blocks(kv, int(tokens)) for tokens in to_go + known]
-    tokens, fixed = known.cumsum(), fixed.cumsum()
-    count = np.arange(len(to_go))
-    blocks = _in_use(kv, tokens + (count + 1) * to_go, count) + fixed
-    held = int(-(-lengths.slots // kv.block_size).sum()) * kv.growing_groups + int(fixed[-1] if len(fixed) else 0)
-    return PeakProfile(to_go, tokens, fixed, np.maximum.accumulate(blocks), held)
-
-
-def _in_use(kv: KVManager, tokens: Ints, others: Ints) -> Ints:
-    """Blocks for so many tokens. Half of the tail blocks, on average, are not covered by the sum of the tokens."""
-    return kv.growing_groups * (-(-tokens // kv.block_size) + others // 2)
+        fixed = np.array([window_blocks(kv, int(n)) for n in known - shortness], dtype=np.int64).cumsum()
+    ends = tokens - count * shortness
+    blocks = fixed + groups * ((count - 1) // 2 - -ends // size)
+    held = -int((-lengths.slots // size).sum()) * groups + int(fixed[-1] if len(fixed) else 0)
+    rest = fixed + groups * (count // 2)
+    return PeakProfile(shortness, tokens, fixed, np.maximum.accumulate(blocks), ends - shortness, rest, held)
 
 
 ChargeFunction = Callable[[Sequence, Pool], Charge]
@@ -140,20 +152,19 @@ def charge_peak(seq: Sequence, pool: Pool) -> Charge:
     learned online and in blocks.)
     """
     kv, profile = pool.kv, pool.profile
+    groups, size = kv.growing_groups, kv.block_size
     remaining, known = pool.predictor.remaining(seq), len(seq.tokens)
     own = window_blocks(kv, known + remaining)
-    at = int(np.searchsorted(-profile.to_go, -remaining))
-    before = int(profile.tokens[at - 1]) if at else 0
-    fixed = int(profile.fixed[at - 1]) if at else 0
-    ends = [kv.growing_groups * (-(-(before + known + (at + 1) * remaining) // kv.block_size) + at // 2) + fixed + own]
+    at = int(profile.shortness.searchsorted(-remaining))
+    before, fixed = (int(profile.tokens[at - 1]), int(profile.fixed[at - 1])) if at else (0, 0)
+    peak = groups * (-(-(before + known + (at + 1) * remaining) // size) + at // 2) + fixed + own
     if at:
-        ends.append(int(profile.highest[at - 1]))
-    if at < len(profile.to_go):  # it is still there when these end
-        count = np.arange(at + 1, len(profile.to_go) + 1)
-        later = _in_use(kv, profile.tokens[at:] + known + (count + 1) * profile.to_go[at:], count) + profile.fixed[at:]
-        ends.append(int(later.max()) + own)
-    now = profile.held + own + kv.growing_groups * -(-known // kv.block_size)
-    return Charge(known, max(0, max(ends) - now))
+        peak = max(peak, int(profile.highest[at - 1]))
+    if at < len(profile.later):  # it is still there when these end
+        later = profile.rest[at:] - groups * (-(profile.later[at:] + known) // size)
+        peak = max(peak, int(later.max()) + own)
+    now = profile.held + own + groups * -(-known // size)
+    return Charge(known, max(0, peak - now))
 
 
 CHARGES: Mapping[str, ChargeFunction] = {

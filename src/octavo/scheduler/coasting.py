@@ -6,6 +6,7 @@ Only a simulation can do this, because only there somebody knows what a model wi
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -49,6 +50,7 @@ class Coast:
         self._extend = extend
         self._asleep: dict[int, tuple[Sequence, int, int]] = {}  # id -> (sequence, booked up to step, began with)
         self._alarms: dict[int, list[tuple[Sequence, int]]] = {}  # step -> (sequence, ticket)
+        self._alarm_steps: list[int] = []  # a heap of the steps in `_alarms`
         self._tickets: dict[int, int] = {}  # sequence id -> ticket of its valid alarm
         self._ticket = 0
         self._computed = 0  # of all that coast
@@ -86,7 +88,11 @@ class Coast:
     def _set_alarm(self, seq: Sequence, steps: int) -> None:
         self._ticket += 1
         self._tickets[seq.id] = self._ticket
-        self._alarms.setdefault(self.now + steps, []).append((seq, self._ticket))
+        at = self.now + steps
+        if at not in self._alarms:
+            self._alarms[at] = []
+            heapq.heappush(self._alarm_steps, at)
+        self._alarms[at].append((seq, self._ticket))
         self._roster.coasts(seq, self.now)
 
     def _undisturbed(self, computed: int, window: int) -> int:
@@ -106,9 +112,10 @@ class Coast:
     def wake(self) -> None:
         """A plan begins: wake those whose time has come. Who has only used up its slots goes on if there are blocks
         for all of those."""
-        due = [seq for seq, ticket in self._alarms.pop(self.now, ()) if self._tickets.get(seq.id) == ticket]
-        if not due:
+        if not self._alarm_steps or self._alarm_steps[0] != self.now:
             return
+        heapq.heappop(self._alarm_steps)
+        due = [seq for seq, ticket in self._alarms.pop(self.now) if self._tickets.get(seq.id) == ticket]
         full = [] if self._windows else [seq for seq in due if self._only_full(seq)]
         if full and self._extend(full):
             for seq in full:
@@ -171,24 +178,35 @@ class Coast:
 
     def depart(self) -> Coasting:
         """The plan is made: what the coasting sequences add to the step."""
-        count = len(self._asleep)
         if self._taken:
             self.awake = [seq for seq in self.awake if seq.id not in self._taken]
             self._taken.clear()
-        windowed = tuple(
-            below[1] + (count - below[0]) * window for window, below in zip(self._windows, self._narrow, strict=True)
-        )
         woke, self._woke = tuple(self._woke), []
-        return Coasting(count, self._computed + count, windowed, woke)
+        return self.batch()._replace(woke=woke)
 
-    def advance(self) -> int:
-        """The step has run: everybody who coasts has gained a token; how many."""
-        self.now += 1
+    def batch(self, ahead: int = 0) -> Coasting:
+        """What they add to the step that comes `ahead` steps after this one, if nobody wakes until then."""
         count = len(self._asleep)
-        self._computed += count
+        windowed = tuple(
+            total + ahead * below + (count - below) * window
+            for window, (below, total) in zip(self._windows, self._narrow, strict=True)
+        )
+        return Coasting(count, self._computed + (ahead + 1) * count, windowed)
+
+    def undisturbed(self) -> int:
+        """Steps until the next of them wakes; 0 if anybody is awake."""
+        if self.awake or not self._alarm_steps:
+            return 0
+        return self._alarm_steps[0] - self.now
+
+    def advance(self, steps: int = 1) -> int:
+        """So many steps have run: everybody who coasts has gained a token in each; how many in all."""
+        self.now += steps
+        gained = len(self._asleep) * steps
+        self._computed += gained
         for narrow in self._narrow:
-            narrow[1] += narrow[0]
-        return count
+            narrow[1] += narrow[0] * steps
+        return gained
 
     def gained(self, seqs: Iterator[int]) -> None:
         """These (by id) gained a token in the step although they were awake."""

@@ -59,11 +59,6 @@ class Wait(NamedTuple):
     shares_prefix: bool = False  # `behind` computes the very prefix that this one needs
     holders: tuple[Holder, ...] = ()
 
-    @property
-    def lasting(self) -> bool:
-        """Whether it stays so until somebody gives memory back or has computed a prefix."""
-        return self.cause in MEMORY_CAUSES or self.shares_prefix
-
     def key(self) -> tuple[Cause, str | None]:
         """A wait is told again only when this changes."""
         return (self.cause, self.behind)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from octavo import events as ev
 from octavo.kv.api import KVManager, Ledger, longest_length
 from octavo.kv.check import require
 from octavo.kv.prefix import Digest, KeyChain, Miss, blake2b_256, encode_identity
-from octavo.runner.api import NOBODY, SeqWork, StepPlan, StepResult
+from octavo.runner.api import NOBODY, Coasting, SeqWork, StepPlan, StepResult
 from octavo.scheduler.accept import ceiling_of, check_room
 from octavo.scheduler.coasting import Foresight
 from octavo.scheduler.config import SchedulerConfig, SchedulerConfigError
@@ -340,6 +340,31 @@ class Scheduler:
             if end // size > seq.sealed // size or windowed:
                 residents.seal(seq)
 
+    # -- steps in which nothing is decided ----------------------------------------------------------------------------
+
+    @property
+    def undisturbed(self) -> int:
+        """How many plans from now on would list nobody and change nothing: all who run coast, and who waits would be
+        refused again. Only with foresight; as long as nobody is submitted or stopped."""
+        coast = self._residents.coast
+        if coast is None or self._residents.copies or self._ended_early:
+            return 0
+        return min(coast.undisturbed(), self._waiting.hopeless)
+
+    def coasting(self, ahead: int) -> Coasting:
+        """What the coasting sequences will add to the step that comes `ahead` steps after the next one."""
+        return NOBODY if self._residents.coast is None else self._residents.coast.batch(ahead)
+
+    def skip(self, steps: int, now: float) -> None:
+        """So many undisturbed steps have run, the last one planned at `now`."""
+        assert self._residents.coast is not None
+        self._residents.step += steps
+        self.last_step = now
+        gained = self._residents.coast.advance(steps)
+        self.totals.computed += gained
+        self.totals.generated += gained
+        self._waiting.moved()
+
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
         """The runner could not run `plan`: end its requests with an error, leave all others as they are."""
         self._sink(ev.Failed(plan.index, now))
@@ -413,9 +438,10 @@ class Scheduler:
         """How many sequences wait for which cause."""
         return self._waiting.by_cause()
 
-    def waiting_cause(self, seq: Sequence) -> str:
-        """What a waiting sequence waits for; `explain` has the numbers."""
-        return self._waiting.cause_of(seq).value
+    def standing(self) -> tuple[Mapping[int, Wait], Cause]:
+        """The waits of the sequences that were offered memory in the last plan, by id, and what all others wait for;
+        `explain` has the numbers of this moment."""
+        return self._waiting.standing()
 
     def ledger(self) -> Ledger:
         """Where every slot of the pool is, at this moment."""

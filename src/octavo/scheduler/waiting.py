@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 from octavo import events as ev
@@ -15,6 +15,8 @@ from octavo.scheduler.explain import MEMORY_CAUSES, Cause, Holder, Wait, from_qu
 from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.residents import Residents
 from octavo.types import Sequence, Status
+
+_FOR_EVER = 1 << 60  # plans
 
 
 class WaitingRoom:
@@ -32,6 +34,9 @@ class WaitingRoom:
         self._barrier: Sequence | None = None  # the one at which the last round stopped
         self._pool: tuple[int, Pool] | None = None  # what charges are computed from, and after which change
         self._relief = -1  # the relief that the last round knew of
+        self._left = 0  # how many it left waiting
+        self._again: dict[int, int] = {}  # sequence -> plan before which asking again is of no use without relief
+        self._causes: Counter[str] | None = None  # how many wait for what, once somebody has asked
 
     def __len__(self) -> int:
         return len(self._line)
@@ -43,6 +48,7 @@ class WaitingRoom:
 
     def add(self, seq: Sequence) -> None:
         self._line.add(seq)
+        self._causes = None
         if seq.request.deadline is not None and seq.admitted_at is None:
             heapq.heappush(self._deadlines, (seq.request.deadline, seq.id, seq))
             if len(self._deadlines) > 2 * len(self._line) + 64:  # forget those that have been admitted or ended
@@ -58,6 +64,7 @@ class WaitingRoom:
 
     def remove(self, seq: Sequence) -> None:
         self._line.remove(seq)
+        self._causes = None
         self._waits.pop(seq.id, None)
 
     def overdue(self, now: float) -> Iterator[Sequence]:
@@ -75,10 +82,13 @@ class WaitingRoom:
 
     def offer(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
         """Admit in order what there is room for: (sequence, tokens to compute now). One that is refused memory may be
-        passed `max_skips` times. It is asked for again when something has happened that could help it (`relief`):
-        growing alone takes from what is available as much as from what is still to come."""
-        before, self._waits, self._barrier = self._waits, {}, None
-        relieved, self._relief = self._residents.relief != self._relief, self._residents.relief
+        passed `max_skips` times. It is not asked for again before that can be of use."""
+        self._pool = None  # whoever runs has grown since anybody asked
+        if budget > 0 and self.hopeless:
+            return []
+        before, self._waits, self._barrier, self._causes = self._waits, {}, None, None
+        relieved = self._residents.relief != self._relief or self._kv.windowed
+        self._relief = self._residents.relief
         admitted: list[tuple[Sequence, int]] = []
         passed: list[Sequence] = []
         for seq in self._line:
@@ -87,7 +97,7 @@ class WaitingRoom:
                 break
             wait = self._hindrance(seq, budget)
             refused = before.get(seq.id)
-            if wait is None and not relieved and refused is not None and refused.lasting:
+            if wait is None and not relieved and refused is not None and self._lasts(seq, refused):
                 wait = refused
             wait = wait or self._prefix_in_flight(seq)
             if wait is None:
@@ -102,13 +112,45 @@ class WaitingRoom:
                 if quote.why is Why.FRAGMENTED and not self._residents.copies:
                     self._residents.compact(after=None)
                 wait = from_quote(quote)
+                self._again[seq.id] = self._residents.step + self._lasting(quote)
             self._tell(seq, wait, refused)
             if wait.cause in MEMORY_CAUSES:
                 passed.append(seq)
             if wait.cause in (Cause.SLOTS, Cause.BUDGET):
                 self._barrier = seq
                 break
+        self._left = len(self._line)
+        self._again = {one: self._again[one] for one in self._waits if one in self._again}
         return admitted
+
+    def _lasting(self, quote: Quote) -> int:
+        """For how many plans a refusal holds as long as there is no relief. Those who run take from what is available
+        what they take from what is still to come. Only the future peak sinks meanwhile, as they get on and the one who
+        waits does not: by a token a step; two blocks are for rounding."""
+        if quote.why is Why.HELD and self._config.admission == "peak":
+            return max(1, (quote.short - 2) * self._kv.block_size)
+        return _FOR_EVER
+
+    def _lasts(self, seq: Sequence, wait: Wait) -> bool:
+        if wait.cause in MEMORY_CAUSES:
+            return self._again.get(seq.id, 0) > self._residents.step
+        return wait.shares_prefix
+
+    @property
+    def hopeless(self) -> int:
+        """How many rounds from now on would end as the last one did: nobody has come, nothing has happened that could
+        help, and nobody waits for room in a step."""
+        if not self._line:
+            return _FOR_EVER
+        if len(self._line) != self._left or self._residents.relief != self._relief:
+            return 0
+        if self._deadlines or self._kv.windowed or self._cause_of_unseen() is Cause.BUDGET:
+            return 0
+        return max(0, min(self._again.values(), default=_FOR_EVER) - self._residents.step)
+
+    def standing(self) -> tuple[Mapping[int, Wait], Cause]:
+        """The waits of those who were offered memory in the last round, by sequence, and what all others wait for."""
+        return self._waits, self._cause_of_unseen()
 
     def _may_not_pass(self, passed: list[Sequence]) -> bool:
         limit = self._config.max_skips
@@ -225,18 +267,15 @@ class WaitingRoom:
         ]
         return tuple(sorted(held, key=lambda holder: -holder.amount))
 
-    def cause_of(self, seq: Sequence) -> Cause:
-        """What a waiting sequence waits for, without the numbers."""
-        wait = self._waits.get(seq.id)
-        return self._cause_of_unseen() if wait is None else wait.cause
-
     def by_cause(self) -> Counter[str]:
         """How many sequences wait for which cause; those never offered anything share the barrier's."""
-        causes = Counter(wait.cause.value for wait in self._waits.values())
-        unseen = len(self._line) - causes.total()
-        if unseen > 0:
-            causes[self._cause_of_unseen().value] += unseen
-        return causes
+        if self._causes is None:
+            causes = Counter(wait.cause.value for wait in self._waits.values())
+            unseen = len(self._line) - causes.total()
+            if unseen > 0:
+                causes[self._cause_of_unseen().value] += unseen
+            self._causes = causes
+        return self._causes
 
     def _cause_of_unseen(self) -> Cause:
         barrier = self._barrier

@@ -1,0 +1,53 @@
+"""Prefix identity of recorded requests: block keys made from a trace's hashes instead of from tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.kv.prefix import BlockKey, KeyChain
+from octavo.planner.traces.api import TraceRequest
+
+_ROOT = BlockKey(b"trace", (), None)
+_OWN = 1 << 40  # blocks that one request may have of its own; ids of different requests lie that far apart
+
+
+def covered(request: TraceRequest) -> int:
+    """How many leading tokens (of prompt and answer) the request's hashes speak of. More ids than the prompt has
+    blocks cover the answer as well; else the last one may stand for a part-filled block of the prompt."""
+    length, block = len(request.hashes), request.hash_block
+    if length * block >= request.prompt_tokens + block:
+        return min(length * block, request.prompt_tokens + request.output_tokens)
+    return min(length * block, request.prompt_tokens)
+
+
+class TraceChain(KeyChain):
+    """The chain of one recorded request. The key of a block is (id of the trace's block that holds the block's last
+    token, offset of that token in it): as an id stands for everything before it too, equal keys mean equal prefixes,
+    whatever the two block sizes are. Blocks that the hashes do not cover are the request's own."""
+
+    __slots__ = ("_covered", "_hash_block", "_hashes", "_own")
+
+    def __init__(self, tokens: list[int], block_size: int, request: TraceRequest, ordinal: int) -> None:
+        self._tokens = tokens
+        self.block_size = block_size
+        self.root = _ROOT
+        self._keys = []
+        self._hashes = request.hashes
+        self._hash_block = request.hash_block
+        self._covered = covered(request) // block_size  # blocks
+        self._own = -(ordinal + 1) * _OWN
+
+    def upto(self, tokens: int) -> Sequence[BlockKey]:
+        keys, size = self._keys, self.block_size
+        have, want = len(keys), tokens // size
+        if have < want:
+            parent = keys[-1] if keys else _ROOT
+            hashes, block = self._hashes, self._hash_block
+            for i in range(have, min(want, self._covered)):
+                last = (i + 1) * size - 1
+                parent = BlockKey(hashes[last // block] * block + last % block, (), parent)
+                keys.append(parent)
+            for i in range(len(keys), want):
+                parent = BlockKey(self._own + i, (), parent)
+                keys.append(parent)
+        return keys if len(keys) == want else keys[:want]
