@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from octavo.kv.weights import weight_format
-from octavo.planner import kernel_tables as tables
+from octavo.planner.timing import kernel_tables as tables
 from octavo.planner.catalogue import find_device
-from octavo.planner.fits import datasheet
-from octavo.planner.fitting import Array, Bound, Fit, HeldOut, Kernel, Rows, Search, fit_kernel, held_out
-from octavo.planner.kernel_tables import read_table
+from octavo.planner.timing.fits import datasheet
+from octavo.planner.timing.fitting import Array, Bound, Fit, HeldOut, Kernel, Rows, Search, fit_kernel, held_out
+from octavo.planner.timing.kernel_tables import read_table
 from octavo.runner.rates import Coefficients
 
 OUT = Path(__file__).resolve().parent.parent / "src/octavo/planner/data/fits.json"

@@ -2,9 +2,9 @@
 
     python benchmarks/silicon_e2e.py [--shared ../shared] [--per-group 8] [--engine vllm] [--system h100_sxm] [--jobs 2]
 
-Conventions, and which rows are left out by which rule, are those of `octavo.planner.points`, fixed before any row was
-run. `--per-group`: so many rows, drawn at random, of each engine, device, model and precision; 0: all. Rows
-are appended to the results file as they are done; a second call goes on where the first stopped (--fresh: anew).
+Conventions, and which rows are left out by which rule, are those of `octavo.planner.validation.points`.
+`--per-group`: so many rows, drawn at random, of each engine, device, model and precision; 0: all. Rows are appended to
+the results file as they are done; a second call goes on where the first stopped (--fresh: anew).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import OctavoError
-from octavo.planner.points import Point, left_out, read_points, rerun
+from octavo.planner.validation.points import Point, left_out, read_points, rerun
 
 WORST = 10
 

@@ -29,9 +29,9 @@ from octavo.config import EngineConfig
 from octavo.engine import Engine
 from octavo.errors import OctavoError
 from octavo.kv.api import Copy
-from octavo.planner.calibration import Calibration, reach_of, shape_of_model, today
-from octavo.planner.fitting import Point, space_filling
-from octavo.planner.step_times import fit_steps
+from octavo.planner.timing.calibration import Calibration, reach_of, shape_of_model, today
+from octavo.planner.timing.fitting import Point, space_filling
+from octavo.planner.timing.step_times import fit_steps
 from octavo.runner.api import Runner, StepPlan, StepResult
 from octavo.runner.timing import StepShape, shape_of
 from octavo.types import SamplingParams

@@ -12,9 +12,9 @@ import pytest
 from octavo import events as ev
 from octavo.cli import main
 from octavo.log import LogHeader, LogWriter
-from octavo.planner.calibration import load
 from octavo.planner.deployment import Deployment, resolve
 from octavo.planner.replay import ReplayOptions, replay
+from octavo.planner.timing.calibration import load
 from octavo.planner.traces.api import TraceRequest
 from octavo.runner.timing import StepShape
 from octavo.scheduler.config import SchedulerConfig

@@ -11,7 +11,7 @@ import pytest
 from octavo.cli import main
 from octavo.commands import replay as replay_command
 from octavo.planner.deployment import Deployment, resolve
-from octavo.planner.knobs import knobs_for
+from octavo.planner.search.knobs import knobs_for
 from octavo.planner.traces.api import TraceRequest
 
 SMALL = ("--model", "llama-3.1-8b", "--gpu", "H100 SXM 80GB", "--num-blocks", 200, "--max-model-len", 2048)

@@ -12,7 +12,7 @@ from tests.simulation import Bench
 
 from octavo import events as ev
 from octavo.log import LogHeader, LogWriter
-from octavo.planner.explain_log import follow
+from octavo.planner.explain.log import follow
 from octavo.scheduler.explain import Wait
 from octavo.scheduler.scheduler import Scheduler
 

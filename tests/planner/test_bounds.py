@@ -12,8 +12,8 @@ import pytest
 from octavo.planner.bounds import BoundsMeter, bounds_of
 from octavo.planner.deployment import resolve
 from octavo.planner.replay import ReplayOptions, replay
-from octavo.planner.runs import BUNDLED, read_run
 from octavo.planner.traces.api import TraceRequest
+from octavo.planner.validation.runs import BUNDLED, read_run
 
 
 def request(prompt: int, output: int, hashes: tuple[int, ...] = (), block: int = 0) -> TraceRequest:

@@ -15,11 +15,11 @@ from octavo.clock import VirtualClock
 from octavo.engine import Engine
 from octavo.kv.strategies import make_manager
 from octavo.log import LogHeader, LogWriter
-from octavo.planner.calibration import Calibration, load, reach_of, save
-from octavo.planner.calibration_log import log_points, split_log
 from octavo.planner.deployment import Deployment, Level, resolve
-from octavo.planner.fitting import HeldOut
-from octavo.planner.step_times import PLAIN, CalibrationError, FittedTimer, StepFit, Terms, fit_steps, knots_upto
+from octavo.planner.timing.calibration import Calibration, load, reach_of, save
+from octavo.planner.timing.fitting import HeldOut
+from octavo.planner.timing.from_log import log_points, split_log
+from octavo.planner.timing.step_times import PLAIN, CalibrationError, FittedTimer, StepFit, Terms, fit_steps, knots_upto
 from octavo.runner.api import StepPlan, StepResult
 from octavo.runner.simulated import SimulatedRunner
 from octavo.runner.timing import StepShape, shape_of

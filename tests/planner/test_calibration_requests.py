@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from octavo.planner.calibration import load, save
-from octavo.planner.calibration_requests import COLUMNS, calibrate_requests, read_requests, scaled
 from octavo.planner.deployment import Deployment, Level, resolve
 from octavo.planner.replay import ReplayOptions, replay
-from octavo.planner.runs import BUNDLED, find_runs, read_run
-from octavo.planner.step_times import CalibrationError
+from octavo.planner.timing.calibration import load, save
+from octavo.planner.timing.from_requests import COLUMNS, calibrate_requests, read_requests, scaled
+from octavo.planner.timing.step_times import CalibrationError
 from octavo.planner.traces.api import TraceRequest
+from octavo.planner.validation.runs import BUNDLED, find_runs, read_run
 from octavo.runner.timing import RooflineTimer
 
 DEPLOYMENT = Deployment(

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from octavo.errors import OctavoError
-from octavo.planner.capacity import Load, find_capacities, find_curves, largest_rate, measure
 from octavo.planner.deployment import Deployment, resolve
-from octavo.planner.estimates import estimate, paired
-from octavo.planner.fleet import find_fleets, parse_prices, price_of
-from octavo.planner.jobs import Workers
 from octavo.planner.replay import ReplayOptions
-from octavo.planner.samples import at_rate, busiest_window, offered_rate, redrawn
+from octavo.planner.search.capacity import Load, find_capacities, find_curves, largest_rate, measure
+from octavo.planner.search.estimates import estimate, paired
+from octavo.planner.search.fleet import find_fleets, parse_prices, price_of
+from octavo.planner.search.jobs import Workers
+from octavo.planner.search.samples import at_rate, busiest_window, offered_rate, redrawn
 from octavo.planner.slo import parse_slo
 from octavo.planner.traces.api import TraceRequest
 from octavo.planner.traces.transforms import Listed

@@ -15,10 +15,10 @@ from tests.simulation import Bench
 from octavo import events as ev
 from octavo.kv.strategies import STRATEGIES
 from octavo.log import LogError
-from octavo.planner.explain_seconds import BUCKETS, Seconds
-from octavo.planner.explain_words import change_sentence, report, verdict
-from octavo.planner.explained import Explanation, Question, Story, innermost, root_of
-from octavo.planner.explaining import ExplainError, explain, explain_log, to_json
+from octavo.planner.explain.explained import Explanation, Question, Story, innermost, root_of
+from octavo.planner.explain.explaining import ExplainError, explain, explain_log, to_json
+from octavo.planner.explain.seconds import BUCKETS, Seconds
+from octavo.planner.explain.words import change_sentence, report, verdict
 from octavo.report.replay_data import ReplayReport, Setting, write_json
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import OctavoError
-from octavo.planner.points import Point, Rerun, deployment_of, left_out, read_points, rerun, workload
+from octavo.planner.validation.points import Point, Rerun, deployment_of, left_out, read_points, rerun, workload
 
 ROW = Point(
     id="a row",

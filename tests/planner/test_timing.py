@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.kv.spec import spec_from_config
 from octavo.kv.weights import published_format, weight_format
 from octavo.planner.catalogue import find_device, find_model
-from octavo.planner.fits import datasheet
+from octavo.planner.timing.fits import datasheet
 from octavo.runner.rates import Coefficients, factor_at, pairs, smooth_max
 from octavo.runner.timing import RooflineTimer, StepShape
 from octavo.runner.work import Experts, ModelWork, model_work

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from octavo.commands.validate import validate as command
-from octavo.planner.runs import BUNDLED, MeasuredRun, RunError, find_runs, read_run
-from octavo.planner.validation import BOUNDS, Validation, as_json, validate
+from octavo.planner.validation.runs import BUNDLED, MeasuredRun, RunError, find_runs, read_run
+from octavo.planner.validation.validation import BOUNDS, Validation, as_json, validate
 
 RUNS = ["RTX4090_Llama-3.1-8B", "RTXPRO6000_Llama-3.1-8B"]
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from octavo.errors import OctavoError
-from octavo.planner.changes import Change, Verdict
 from octavo.planner.deployment import Deployment, resolve
-from octavo.planner.jobs import Workers
-from octavo.planner.knobs import knobs_for
 from octavo.planner.replay import ReplayOptions
+from octavo.planner.search.changes import Change, Verdict
+from octavo.planner.search.jobs import Workers
+from octavo.planner.search.knobs import knobs_for
+from octavo.planner.search.whatif import Bottleneck, WhatIf, what_if
 from octavo.planner.slo import parse_slo
 from octavo.planner.traces.api import TraceRequest
-from octavo.planner.whatif import Bottleneck, WhatIf, what_if
 
 HERE = Workers(1)
 BASE = Deployment("llama-3.1-8b", gpu="H100 SXM 80GB", max_model_len=2048, max_num_batched_tokens=2048)

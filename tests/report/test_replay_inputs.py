@@ -7,13 +7,13 @@ from math import inf
 
 import pytest
 
-from octavo.planner.capacity import Capacity, RateCurve, RatePoint
 from octavo.planner.deployment import Deployment, resolve
-from octavo.planner.estimates import Estimate
-from octavo.planner.jobs import Workers
 from octavo.planner.replay import ReplayOptions
+from octavo.planner.search.capacity import Capacity, RateCurve, RatePoint
+from octavo.planner.search.estimates import Estimate
+from octavo.planner.search.jobs import Workers
+from octavo.planner.search.whatif import what_if
 from octavo.planner.traces.api import TraceRequest
-from octavo.planner.whatif import what_if
 from octavo.report.replay_data import POOL
 from octavo.report.replay_inputs import budget_of, changes_of, curves_of, settings_of
 from octavo.report.replay_verdict import helps

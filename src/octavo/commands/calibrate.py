@@ -14,7 +14,7 @@ from octavo.commands import options
 from octavo.commands.outputs import make_folder, same, try_writing
 
 if TYPE_CHECKING:
-    from octavo.planner.calibration import Calibration, RateCalibration
+    from octavo.planner.timing.calibration import Calibration, RateCalibration
 
 LEAST_SHAPES, MOST_SHAPES = 60, 5000
 #: Options that only one way of calibrating reads; the others refuse them rather than pass them over.
@@ -64,7 +64,7 @@ def calibrate(
     prefix_caching: options.PrefixCaching = True,
 ) -> None:
     """Time a few hundred steps of MODEL on this machine, or read a log, and write what the planner needs to know."""
-    from octavo.planner.calibration import save
+    from octavo.planner.timing.calibration import save
 
     given = context.params
     _check_sources(context, from_log, from_requests)
@@ -73,7 +73,7 @@ def calibrate(
     command = shlex.join(["octavo", *sys.argv[1:]])
     made: Calibration | RateCalibration
     if from_log is not None:
-        from octavo.planner.calibration_log import calibrate_log
+        from octavo.planner.timing.from_log import calibrate_log
 
         made = calibrate_log(from_log, model, weights, command)
     elif from_requests is not None:
@@ -102,8 +102,8 @@ def _timed(given: dict[str, Any], command: str) -> Calibration:
 
 def _requests(path: Path, given: dict[str, Any], command: str) -> RateCalibration:
     from octavo.config import parse_bytes
-    from octavo.planner.calibration_requests import calibrate_requests, read_requests
     from octavo.planner.deployment import Deployment
+    from octavo.planner.timing.from_requests import calibrate_requests, read_requests
 
     memory = None if given["kv_memory"] is None else parse_bytes(given["kv_memory"], "kv_memory")
     names = ("model", *_REQUESTS, *(name for name in _BOTH if name != "kv_memory"))

@@ -26,8 +26,8 @@ def explain(
 ) -> None:
     """Say which limit kept requests waiting, with numbers, and what to change."""
     from octavo.errors import OctavoError
-    from octavo.planner import explaining
-    from octavo.planner.explained import Question
+    from octavo.planner.explain import explaining
+    from octavo.planner.explain.explained import Question
 
     if source.startswith(("http://", "https://")):
         raise OctavoError(
@@ -40,6 +40,6 @@ def explain(
 
         print(json.dumps(explaining.to_json(explanation), allow_nan=False))
         return
-    from octavo.planner.explain_words import report
+    from octavo.planner.explain.words import report
 
     print(report(explanation))

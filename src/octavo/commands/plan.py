@@ -22,8 +22,8 @@ from octavo.commands.planning import (
 )
 
 if TYPE_CHECKING:
-    from octavo.planner.jobs import Workers
-    from octavo.planner.planning import Plan, Question
+    from octavo.planner.search.jobs import Workers
+    from octavo.planner.search.planning import Plan, Question
     from octavo.planner.traces.api import Trace
     from octavo.report.replay_data import ReplayReport
 
@@ -68,8 +68,8 @@ def plan(
     workers: options.WorkerCount = None,
 ) -> None:
     """Plan with TRACE's busiest stretch: capacity under the SLO, a fleet for --rate, and what to change, ranked."""
-    from octavo.planner.jobs import Workers
-    from octavo.planner.planning import make_plan
+    from octavo.planner.search.jobs import Workers
+    from octavo.planner.search.planning import make_plan
 
     outputs = {"report": report}
     check_outputs(outputs, trace)
@@ -100,9 +100,9 @@ def _question(given: Mapping[str, Any], traffic: Trace) -> Question:
     """The question that the options ask. Raises OctavoError for what cannot be read or cannot work."""
     from octavo.errors import OctavoError
     from octavo.planner.deployment import resolve
-    from octavo.planner.fleet import parse_prices
-    from octavo.planner.planning import Question
-    from octavo.planner.samples import busiest_window
+    from octavo.planner.search.fleet import parse_prices
+    from octavo.planner.search.planning import Question
+    from octavo.planner.search.samples import busiest_window
     from octavo.planner.slo import parse_slo
 
     for name, least in (("busiest", 2), ("seeds", 2)):

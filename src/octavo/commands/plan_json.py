@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import isinf
 from typing import Any
 
-from octavo.planner.capacity import Capacity, RateCurve
-from octavo.planner.changes import Change
-from octavo.planner.estimates import Estimate
-from octavo.planner.fleet import Fleet, FleetAnswer
-from octavo.planner.planning import Plan, Question
-from octavo.planner.whatif import WhatIf
+from octavo.planner.search.capacity import Capacity, RateCurve
+from octavo.planner.search.changes import Change
+from octavo.planner.search.estimates import Estimate
+from octavo.planner.search.fleet import Fleet, FleetAnswer
+from octavo.planner.search.planning import Plan, Question
+from octavo.planner.search.whatif import WhatIf
 from octavo.report.replay_json import to_plain
 
 SCHEMA = "octavo.plan/1"

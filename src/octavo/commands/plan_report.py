@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from octavo.commands.replaying import device_words
-from octavo.planner.capacity import Capacity, RateCurve
-from octavo.planner.changes import Change, Figures, Verdict
-from octavo.planner.estimates import Estimate
-from octavo.planner.fleet import Fleet, FleetAnswer
-from octavo.planner.planning import Plan, Question
-from octavo.planner.whatif import WhatIf
+from octavo.planner.search.capacity import Capacity, RateCurve
+from octavo.planner.search.changes import Change, Figures, Verdict
+from octavo.planner.search.estimates import Estimate
+from octavo.planner.search.fleet import Fleet, FleetAnswer
+from octavo.planner.search.planning import Plan, Question
+from octavo.planner.search.whatif import WhatIf
 from octavo.report.wording import seconds
 
 SHOWN_FLEETS = 10

@@ -65,7 +65,7 @@ def replay(
     """Replay TRACE on a deployment and say where memory and time went, under each strategy."""
     from octavo.commands.replaying import report_of, run_strategies
     from octavo.planner.deployment import resolve
-    from octavo.planner.jobs import Workers
+    from octavo.planner.search.jobs import Workers
     from octavo.planner.slo import parse_slo
 
     given = context.params

@@ -8,9 +8,9 @@ from dataclasses import replace
 from octavo.errors import OctavoError
 from octavo.planner.bounds import BoundsMeter
 from octavo.planner.deployment import Resolved
-from octavo.planner.jobs import Impossible, Job, Workers, run_job
 from octavo.planner.outcome import Outcome
 from octavo.planner.replay import ReplayOptions
+from octavo.planner.search.jobs import Impossible, Job, Workers, run_job
 from octavo.planner.slo import SLO
 from octavo.planner.traces.api import Trace
 from octavo.report.replay_data import ReplayReport

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from octavo.planner.validation import Comparison, Validation
+    from octavo.planner.validation.validation import Comparison, Validation
 
 
 def validate(
@@ -22,9 +22,9 @@ def validate(
 ) -> None:
     """Replay measured runs and print the error of every figure. Exit code 1 if one is above its stated bound."""
     # Imported here so that the other commands do not pay for them.
-    from octavo.planner.runs import BUNDLED, RunError, find_runs, read_run
-    from octavo.planner.validation import as_json
-    from octavo.planner.validation import validate as rerun
+    from octavo.planner.validation.runs import BUNDLED, RunError, find_runs, read_run
+    from octavo.planner.validation.validation import as_json
+    from octavo.planner.validation.validation import validate as rerun
 
     done: list[Validation] = []
     left_out: list[str] = []
@@ -81,7 +81,7 @@ def _table(validation: Validation) -> Table:
 
 
 def _shown(row: Comparison, value: float) -> str:
-    from octavo.planner.validation import GAUGES
+    from octavo.planner.validation.validation import GAUGES
 
     if row.metric in GAUGES:
         return f"{value:.1f} %" if row.metric.endswith("pct") else f"{value:.1f}"

@@ -178,7 +178,7 @@ def _spec(
 
 def _calibrated(path: str) -> tuple[str, str]:
     """The KV dtype that a calibration was made with. Imported here: it needs this module's `Fidelity`."""
-    from octavo.planner.calibration import load
+    from octavo.planner.timing.calibration import load
 
     return load(Path(path)).kv_dtype, "calibration"
 
@@ -289,7 +289,7 @@ def _timer(
     deployment: Deployment, spec: KVSpec, source: ModelSource, device: Device | None, pool: SimulatedPool
 ) -> tuple[StepTimer, Fidelity]:
     """The timing model. Imported here: it needs this module's `Fidelity`."""
-    from octavo.planner.fits import timer_for
+    from octavo.planner.timing.fits import timer_for
 
     with reading(source):
         return timer_for(

@@ -12,8 +12,8 @@ from octavo.report.replay_data import POOL, Budget, BudgetLine, Change, Figures,
 from octavo.report.wording import count
 
 if TYPE_CHECKING:
-    from octavo.planner import capacity, changes
-    from octavo.planner.whatif import WhatIf
+    from octavo.planner.search import capacity, changes
+    from octavo.planner.search.whatif import WhatIf
 
 FROM_DEPLOYMENT = ("engine", "strategy", "block_size", "tp", "kv_dtype", "utilization", "num_blocks", "kv_memory")
 FROM_SCHEDULER = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "admission", "victims", "max_skips")

@@ -4,7 +4,7 @@
     timer.alternatives()       the same model on refits to resampled points, for error bars
 
 Bundled fits (`data/fits.json`, written by `benchmarks/fit_timing.py`) come from published kernel times only; no fit saw
-an end-to-end run. Calibrations made here are `octavo.planner.calibration`'s.
+an end-to-end run. Calibrations made here are `octavo.planner.timing.calibration`'s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.runner.rates import Coefficients
 from octavo.runner.timing import RooflineTimer, StepShape, StepTimer
 from octavo.runner.work import ModelWork, model_work
 
-_DATA = Path(__file__).parent / "data" / "fits.json"
+_DATA = Path(__file__).parent.parent / "data" / "fits.json"
 _DATASHEET_ERROR = 0.18  # middle of the 10-25 % seen with one efficiency set for all cards (PLANNER 2b)
 #: Share of the peak that the label promises with fp16 accumulation but kernels, which accumulate in fp32, cannot reach.
 _FP32_ACCUMULATION = {"RTX 3090": 0.5, "RTX 4090": 0.5, "RTX 5090": 0.5}
@@ -162,7 +162,7 @@ def timer_for(
     """
     work = model_work(config, spec, weights, names)
     if calibration is not None:
-        from octavo.planner.calibration import load
+        from octavo.planner.timing.calibration import load
 
         return load(Path(calibration)).timer(work, weights.name, spec.dtype)
     if device is None:

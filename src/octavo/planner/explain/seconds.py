@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 from octavo.kv.api import Ledger
-from octavo.planner.explained import Question, Seen, Stretch
+from octavo.planner.explain.explained import Question, Seen, Stretch
 
 FINEST = 1 / 128  # seconds: a power of two, so that doubling it comes to one second
 BUCKETS = 4096  # most kept; then they are joined two by two

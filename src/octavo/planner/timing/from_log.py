@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.log import read_log
-from octavo.planner.calibration import Calibration, reach_of, shape_of_model, today
-from octavo.planner.fitting import Point
-from octavo.planner.step_times import fit_steps
+from octavo.planner.timing.calibration import Calibration, reach_of, shape_of_model, today
+from octavo.planner.timing.fitting import Point
+from octavo.planner.timing.step_times import fit_steps
 from octavo.runner.timing import StepShape
 
 

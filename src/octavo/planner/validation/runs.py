@@ -18,7 +18,7 @@ from octavo.errors import OctavoError
 from octavo.planner.deployment import Deployment
 from octavo.planner.traces.api import TraceRequest
 
-BUNDLED = Path(__file__).parent / "data" / "runs"
+BUNDLED = Path(__file__).parent.parent / "data" / "runs"
 _GPUS = {"RTX4090": "RTX 4090", "RTXPRO6000": "RTX PRO 6000 Blackwell Server"}
 _HASH_BLOCK = 16
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from statistics import fmean
 
-from octavo.planner.estimates import Estimate, paired
-from octavo.planner.knobs import Knob
 from octavo.planner.outcome import Outcome
+from octavo.planner.search.estimates import Estimate, paired
+from octavo.planner.search.knobs import Knob
 
 LEAST = 0.01  # relative changes below this are not called changes, however sure they are
 

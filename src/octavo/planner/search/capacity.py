@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from math import log, sqrt
 
 from octavo.planner.deployment import Deployment, Resolved
-from octavo.planner.estimates import Estimate, estimate
-from octavo.planner.jobs import Impossible, Workers, worked_out
 from octavo.planner.outcome import Outcome
 from octavo.planner.replay import ReplayOptions, replay
-from octavo.planner.samples import Requests, at_rate, offered_rate, redrawn
+from octavo.planner.search.estimates import Estimate, estimate
+from octavo.planner.search.jobs import Impossible, Workers, worked_out
+from octavo.planner.search.samples import Requests, at_rate, offered_rate, redrawn
 from octavo.planner.slo import SLO
 
 TOLERANCE = 0.03  # bisection ends when the bracket is this narrow

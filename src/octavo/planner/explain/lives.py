@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 
 from octavo.kv.prefix import Miss
-from octavo.planner.explained import Lost, Period, Question, Seen, Story
+from octavo.planner.explain.explained import Lost, Period, Question, Seen, Story
 from octavo.scheduler.explain import Cause
 from octavo.types import Request, Sequence
 

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.planner.calibration import RateCalibration, shape_of_model, today
 from octavo.planner.deployment import Deployment, resolve
-from octavo.planner.fitting import Bound, HeldOut, held_out
 from octavo.planner.replay import ReplayOptions, replay
-from octavo.planner.step_times import CalibrationError
+from octavo.planner.timing.calibration import RateCalibration, shape_of_model, today
+from octavo.planner.timing.fitting import Bound, HeldOut, held_out
+from octavo.planner.timing.step_times import CalibrationError
 from octavo.planner.traces.api import TraceRequest
 from octavo.runner.rates import Coefficients
 from octavo.runner.timing import RooflineTimer

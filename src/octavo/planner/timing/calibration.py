@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.planner.deployment import Fidelity, Level
-from octavo.planner.fitting import HeldOut, Point
-from octavo.planner.step_times import CalibrationError, FittedTimer, StepFit, Terms
+from octavo.planner.timing.fitting import HeldOut, Point
+from octavo.planner.timing.step_times import CalibrationError, FittedTimer, StepFit, Terms
 from octavo.runner.rates import Coefficients
 from octavo.runner.timing import RooflineTimer
 from octavo.runner.work import ModelWork

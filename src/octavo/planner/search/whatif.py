@@ -8,12 +8,12 @@ from enum import StrEnum
 from itertools import combinations
 
 from octavo.errors import OctavoError
-from octavo.planner.changes import Change, Figures, Judge, Verdict, figures_of
 from octavo.planner.deployment import Deployment, Resolved
-from octavo.planner.jobs import Impossible, Job, Workers, run_job
-from octavo.planner.knobs import Knob, knobs_for, twice_the_pool
 from octavo.planner.replay import ReplayOptions
-from octavo.planner.samples import Requests, redrawn
+from octavo.planner.search.changes import Change, Figures, Judge, Verdict, figures_of
+from octavo.planner.search.jobs import Impossible, Job, Workers, run_job
+from octavo.planner.search.knobs import Knob, knobs_for, twice_the_pool
+from octavo.planner.search.samples import Requests, redrawn
 from octavo.scheduler.config import SchedulerConfig
 
 PAIRED = 4  # so many of the best knobs are tried in pairs

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from octavo import events as ev
-from octavo.planner.explain_lives import Account, Lives, Standing, miss_sentence
-from octavo.planner.explain_seconds import Seconds
-from octavo.planner.explained import Question, Seen, Story, behind, label_of
+from octavo.planner.explain.explained import Question, Seen, Story, behind, label_of
+from octavo.planner.explain.lives import Account, Lives, Standing, miss_sentence
+from octavo.planner.explain.seconds import Seconds
 from octavo.scheduler.explain import Cause
 from octavo.scheduler.scheduler import Scheduler
 from octavo.types import Sequence, Status

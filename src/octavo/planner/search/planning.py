@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from octavo.planner.capacity import Load, RateCurve, find_curves
 from octavo.planner.catalogue import find_device
 from octavo.planner.deployment import Deployment, Resolved
-from octavo.planner.fleet import DEVICES, FleetAnswer, find_fleets
-from octavo.planner.jobs import Workers
 from octavo.planner.replay import ReplayOptions
-from octavo.planner.samples import Window
-from octavo.planner.whatif import WhatIf, what_if
+from octavo.planner.search.capacity import Load, RateCurve, find_curves
+from octavo.planner.search.fleet import DEVICES, FleetAnswer, find_fleets
+from octavo.planner.search.jobs import Workers
+from octavo.planner.search.samples import Window
+from octavo.planner.search.whatif import WhatIf, what_if
 
 OFFERED = 2  # so many other devices are tried as a change when none were named
 

@@ -19,8 +19,8 @@ import numpy as np
 from octavo.kv.spec import spec_from_config
 from octavo.kv.weights import weight_format
 from octavo.planner.catalogue import find_model
-from octavo.planner.fits import FitsError
-from octavo.planner.fitting import Array, Kernel, Rows
+from octavo.planner.timing.fits import FitsError
+from octavo.planner.timing.fitting import Array, Kernel, Rows
 from octavo.runner.rates import (
     Coefficients,
     cache_speedup,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.planner.explained import SHARED_PREFIX, Explanation, by_limit
+from octavo.planner.explain.explained import SHARED_PREFIX, Explanation, by_limit
 from octavo.report.wording import percent
 
 ROOM = 0.1  # share of the pool that must be available before more requests at once make sense

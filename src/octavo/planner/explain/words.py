@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import ceil, log10
 
-from octavo.planner.explain_change import change
-from octavo.planner.explained import (
+from octavo.planner.explain.change import change
+from octavo.planner.explain.explained import (
     SHARED_PREFIX,
     Explanation,
     Lost,

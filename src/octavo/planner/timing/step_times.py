@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import OctavoError
-from octavo.planner.fitting import Bound, HeldOut, Point, held_out
+from octavo.planner.timing.fitting import Bound, HeldOut, Point, held_out
 from octavo.runner.rates import pairs
 from octavo.runner.timing import StepShape
 

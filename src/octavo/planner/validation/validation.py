@@ -16,7 +16,7 @@ import numpy as np
 from octavo.planner.deployment import Resolved, resolve
 from octavo.planner.outcome import Outcome
 from octavo.planner.replay import ReplayOptions, replay
-from octavo.planner.runs import MeasuredRun
+from octavo.planner.validation.runs import MeasuredRun
 
 SCHEMA = "octavo.validation/1"
 METRICS = ("ttft", "tpot", "e2e")

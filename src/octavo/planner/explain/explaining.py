@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import OctavoError
-from octavo.planner.explain_lives import NEAREST, likeness
-from octavo.planner.explain_log import Followed, follow
-from octavo.planner.explain_watch import LogWatch
-from octavo.planner.explain_words import change_sentence, verdict
-from octavo.planner.explained import SCHEMA, Explanation, Lost, Question, Setup, Story, Stretch
+from octavo.planner.explain.explained import SCHEMA, Explanation, Lost, Question, Setup, Story, Stretch
+from octavo.planner.explain.lives import NEAREST, likeness
+from octavo.planner.explain.log import Followed, follow
+from octavo.planner.explain.watch import LogWatch
+from octavo.planner.explain.words import change_sentence, verdict
 from octavo.planner.outcome import Life, Outcome, Timeline
 from octavo.report.replay_data import ReplayReport, read_json
 from octavo.report.replay_json import to_plain

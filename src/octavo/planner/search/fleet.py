@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from octavo.errors import OctavoError
-from octavo.planner.capacity import Capacity, Load, find_capacities
 from octavo.planner.catalogue import find_device
 from octavo.planner.deployment import Deployment
-from octavo.planner.jobs import Impossible, Workers, worked_out
+from octavo.planner.search.capacity import Capacity, Load, find_capacities
+from octavo.planner.search.jobs import Impossible, Workers, worked_out
 
 #: Data-centre devices whose memory, bandwidth, peak and link speed have a primary source.
 DEVICES = ("L4", "L40S", "A100 SXM 80GB", "H100 SXM 80GB", "H200 SXM 141GB", "B200 SXM 180GB")

@@ -1,0 +1,1 @@
+"""Many replays to answer one question: the largest rate, the cheapest fleet, what to change."""
