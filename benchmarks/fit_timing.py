@@ -1,16 +1,17 @@
 """Fit the bundled coefficients to published kernel times and print their held-out errors.
 
-    python benchmarks/fit_timing.py --facts ../shared/facts [--write]
+    python benchmarks/fit_timing.py --facts ../shared/facts [--write] [--only moe link] [--table FILE]
 
 Reads the tables under FACTS/profiles; 25 % of each table's points are fitted, the rest is held out. With --write
-the result replaces src/octavo/planner/data/fits.json. No end-to-end run is read.
+the result replaces src/octavo/planner/data/fits.json. No end-to-end run is read. --only: the other operators stay as
+they are in that file; --table: the held-out errors of the result, in Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from octavo.kv.weights import weight_format
-from octavo.planner.timing import kernel_tables as tables
 from octavo.planner.catalogue import find_device
-from octavo.planner.timing.fits import datasheet
+from octavo.planner.timing import kernel_tables as tables
+from octavo.planner.timing.fits import bundled, datasheet
 from octavo.planner.timing.fitting import Array, Bound, Fit, HeldOut, Kernel, Rows, Search, fit_kernel, held_out
 from octavo.planner.timing.kernel_tables import read_table
 from octavo.runner.rates import Coefficients
@@ -76,6 +77,10 @@ def prior_of(device: str, weights: str, tile: int) -> Coefficients:
         query_tile=tile,
         attention_ramp=40e-6,
         quantise_bandwidth=0.3 * base.gemm_bandwidth if weights == "fp8" else base.quantise_bandwidth,
+        link_turn=6e-6,
+        link_turn_bytes=1e5,
+        link_fill=5e-5,
+        link_fill_bytes=2e7,
         mixed_bandwidth=base.decode_bandwidth,
         mixed_compute=base.prefill_compute / 70,
         reread_bytes=2e8,
@@ -131,7 +136,9 @@ def show(label: str, kernel: Kernel, error: HeldOut, values: str = "") -> None:
     print(f"{label:44} {what:18} {error.median:6.1%} {error.p90:6.1%} {error.points:6d}  {values}", flush=True)
 
 
-def fit_layers(folder: Path, card: str, search: Search) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def fit_layers(
+    folder: Path, card: str, search: Search, only: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A card's operator fits over all its models, and the fits of each model."""
     device, tile = RTX[card], QUERY_TILE["llmservingsim"]
     prior = replace(prior_of(device, "bf16", tile), reread_bytes=1.7 * CACHE[card])
@@ -139,9 +146,10 @@ def fit_layers(folder: Path, card: str, search: Search) -> tuple[dict[str, Any],
     profiles: dict[tuple[str, int], list[Kernel]] = {}
     for model, tp in PROFILES[card]:
         work = tables.served_work(CATALOGUE[model], tp)
-        profiles[model, tp] = tables.layer_kernels(folder, f"{card}_{model}_tp{tp}", work, memory)
+        kernels = tables.layer_kernels(folder, f"{card}_{model}_tp{tp}", work, memory)
+        profiles[model, tp] = [kernel for kernel in kernels if not only or kernel.operator in only]
     every = [kernel for kernels in profiles.values() for kernel in kernels]
-    operators = {}
+    operators = dict(bundled()["devices"][device]["operators"]) if only else {}
     for name, form in dict.fromkeys((k.operator, k.format) for k in every):
         both = combined([k for k in every if (k.operator, k.format) == (name, form)])
         operators[name] = {form: _layer_entry(both, prior, f"{device}", search, tile)}
@@ -150,7 +158,7 @@ def fit_layers(folder: Path, card: str, search: Search) -> tuple[dict[str, Any],
     source = f"kernel times of vLLM 0.19.0 on {device} (LLMServingSim)"
     shared = {"source": source, "licence": "llmservingsim", "operators": operators}
     return shared, [
-        _model_entry(kernels, prior, (device, model, tp), operators, search, tile)
+        _model_entry(kernels, prior, (device, model, tp), operators, search, tile, only)
         for (model, tp), kernels in profiles.items()
     ]
 
@@ -172,10 +180,12 @@ def _model_entry(
     shared: Mapping[str, Any],
     search: Search,
     tile: int,
+    only: Sequence[str],
 ) -> dict[str, Any]:
     device, model, tp = which
     work = tables.served_work(CATALOGUE[model], tp)
-    operators = dict(shared)
+    same = [m for m in bundled()["models"] if (m["device"], m["model"], m["tp"]) == (device, CATALOGUE[model], tp)]
+    operators = dict(shared) | (same[0]["operators"] if only else {})
     for kernel in kernels:
         label = f"{device}, {model} TP{tp}"
         operators[kernel.operator] = {kernel.format: _layer_entry(kernel, prior, label, search, tile)}
@@ -194,9 +204,8 @@ def _model_entry(
 
 def fit_operators(folder: Path, device: str, like: Mapping[str, Any], search: Search) -> dict[str, Any]:
     """A data-centre card's operator fits; what its tables lack is carried over from the card `like`."""
-    found: dict[str, dict[str, Any]] = {"gemm": {}, "decode": {}, "prefill": {}, "moe": {}, "latent": {}, "link": {}}
-    tile = QUERY_TILE["aic"]
-    rows = {path.name.removesuffix(".csv.gz"): read_table(path) for path in sorted(folder.glob("*.csv.gz"))}
+    found: dict[str, dict[str, Any]] = {"gemm": {}, "decode": {}, "prefill": {}, "latent": {}}
+    tile, rows = QUERY_TILE["aic"], tables_of(folder)
     gemm = None
     for dtype, (name, _) in tables.GEMM_FORMATS.items():
         if any(row["gemm_dtype"] == dtype for row in rows["gemm"]):
@@ -214,11 +223,6 @@ def fit_operators(folder: Path, device: str, like: Mapping[str, Any], search: Se
         prefill = solve(tables.prefill_kernel(rows["attention_prefill"], cache), prior, device, search)
         mixed = mixed_steps(device, decode.coefficients, prefill.coefficients, like)
         found["prefill"][name] = entry(prefill, query_tile=tile, **mixed)
-    for dtype, (name, _) in tables.MOE_FORMATS.items():
-        if any(row["moe_dtype"] == dtype for row in rows["moe"]):
-            kernel = tables.moe_kernel(rows["moe"], dtype)
-            start = prior_of(device, "fp8" if name == "fp8" else "bf16", tile)
-            found["moe"][name] = entry(solve(kernel, start, device, search))
     if "mla_decode_module" in rows and gemm is not None:
         base = replace(prior, **{n: getattr(gemm, n) for n in found["gemm"]["bf16"]["fitted"]})
         work = tables.served_work("deepseek-ai/DeepSeek-V3", 1)
@@ -226,10 +230,31 @@ def fit_operators(folder: Path, device: str, like: Mapping[str, Any], search: Se
             if any(row["kv_cache_dtype"] == cache for row in rows["mla_decode_module"]):
                 kernel = tables.latent_kernel(rows["mla_decode_module"], cache, work)
                 found["latent"][name] = entry(solve(kernel, base, device, search))
-    for tp in (2, 4, 8):
-        kernel = tables.link_kernel([*rows["allreduce_custom"], *rows["nccl"]], tp)
-        found["link"][str(tp)] = entry(solve(kernel, prior, device, search))
-    return found | carried(device, like)
+    return found | {name: fit(rows, device, search) for name, fit in ALONE.items()} | carried(device, like)
+
+
+def tables_of(folder: Path) -> Tables:
+    return {path.name.removesuffix(".csv.gz"): read_table(path) for path in sorted(folder.glob("*.csv.gz"))}
+
+
+def fit_experts(rows: Tables, device: str, search: Search) -> dict[str, Any]:
+    found = {}
+    for dtype, (name, _) in tables.MOE_FORMATS.items():
+        if any(row["moe_dtype"] == dtype for row in rows["moe"]):
+            prior = prior_of(device, "fp8" if name == "fp8" else "bf16", QUERY_TILE["aic"])
+            found[name] = entry(solve(tables.moe_kernel(rows["moe"], dtype), prior, device, search))
+    return found
+
+
+def fit_links(rows: Tables, device: str, search: Search) -> dict[str, Any]:
+    """All-reduces. Their tables have 16 sizes, too few for a quarter."""
+    prior, search = prior_of(device, "bf16", QUERY_TILE["aic"]), replace(search, share=0.75)
+    every = [*rows["allreduce_custom"], *rows["nccl"]]
+    return {str(tp): entry(solve(tables.link_kernel(every, tp), prior, device, search)) for tp in (2, 4, 8)}
+
+
+Tables = Mapping[str, list[dict[str, str]]]
+ALONE: Mapping[str, Callable[[Tables, str, Search], dict[str, Any]]] = {"moe": fit_experts, "link": fit_links}
 
 
 def mixed_steps(device: str, decode: Coefficients, prefill: Coefficients, like: Mapping[str, Any]) -> dict[str, float]:
@@ -289,10 +314,24 @@ def compare(folder: Path, devices: Mapping[str, Any]) -> None:
             show(f"{device}, 32/8 heads", kernel, held_out(kernel.predict(c, every), kernel.measured))
 
 
+def markdown(devices: Mapping[str, Any]) -> str:
+    """Median and 90th percentile of the held-out errors, a row per operator and format, a column per device."""
+    kinds = {(name, form): None for d in devices.values() for name, fits in d["operators"].items() for form in fits}
+    lines = ["| operator | " + " | ".join(devices) + " |", "|---" * (len(devices) + 1) + "|"]
+    for name, form in sorted(kinds):
+        fits = [d["operators"].get(name, {}).get(form) for d in devices.values()]
+        if any(fit and fit["median"] is not None for fit in fits):
+            shown = [f"{f['median']:.1%} ({f['p90']:.0%})" if f and f["median"] is not None else "-" for f in fits]
+            lines.append(f"| {name} {form} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--facts", type=Path, required=True, help="folder that holds profiles/")
     parser.add_argument("--write", action="store_true", help=f"replace {OUT.name}")
+    parser.add_argument("--only", nargs="+", choices=tuple(ALONE), default=(), help="fit these operators alone")
+    parser.add_argument("--table", type=Path, help="write the held-out errors there")
     parser.add_argument("--draws", type=int, default=8, help="refits to resampled points")
     options = parser.parse_args()
     search, profiles = Search(draws=options.draws), options.facts / "profiles"
@@ -300,15 +339,21 @@ def main() -> None:
     devices: dict[str, Any] = {}
     models: list[dict[str, Any]] = []
     for card, device in RTX.items():
-        devices[device], more = fit_layers(profiles / "llmservingsim" / "perf", card, search)
+        devices[device], more = fit_layers(profiles / "llmservingsim" / "perf", card, search, options.only)
         models += more
     index = json.loads((profiles / "aic" / "index.json").read_text())
     for name, device in AIC.items():
         version = index[name]["attention_decode"]["vllm_version"]
-        operators = fit_operators(profiles / "aic" / name, device, devices[RTX["RTXPRO6000"]], search)
+        if options.only:
+            again = {only: ALONE[only](tables_of(profiles / "aic" / name), device, search) for only in options.only}
+            operators = bundled()["devices"][device]["operators"] | again
+        else:
+            operators = fit_operators(profiles / "aic" / name, device, devices[RTX["RTXPRO6000"]], search)
         source = f"kernel times of vLLM {version} on {device} (AIConfigurator)"
         devices[device] = {"source": source, "licence": "aic", "operators": operators}
     compare(profiles / "aic", devices)
+    if options.table:
+        options.table.write_text(markdown(devices), encoding="utf-8")
     if options.write:
         made = {"sources": SOURCES, "search": asdict(search), "devices": devices, "models": models}
         OUT.write_text(json.dumps(made, indent=None, separators=(",", ":")) + "\n", encoding="utf-8")

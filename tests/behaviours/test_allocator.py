@@ -368,3 +368,58 @@ def test_ending_right_after_a_fork_leaves_nothing_quarantined(strategy: str) -> 
         b.scheduler.stop(seq, FinishReason.STOP, b.clock.now())
         b.look()
     b.run()
+
+
+# -- growing together -------------------------------------------------------------------------------------------------
+
+
+def _filled(kv: KVManager, seqs: int) -> dict[int, KeyChain]:
+    """So many sequences that have filled two blocks each; the second one is not sealed yet."""
+    chains = {}
+    for seq in range(1, seqs + 1):
+        chains[seq] = KeyChain([seq * 100 + i for i in range(64)], kv.block_size, b"")
+        kv.commit(kv.quote(ask(seq, 2 * kv.block_size, 32)))
+        kv.seal(seq, kv.block_size, chains[seq].upto(kv.block_size))
+    return chains
+
+
+@pytest.mark.parametrize("pages", [12, 16, 40])
+def test_growing_together_is_growing_one_after_another(pages: int) -> None:
+    together, single = Paged(pages, 4), Paged(pages, 4)
+    for kv in (together, single):
+        place(kv, 99, 16)
+        kv.seal(99, 16, KeyChain(list(range(1000, 1016)), 4, b"").upto(16))
+        kv.release(99)  # four cached blocks, which growing may have to evict
+    chains = _filled(together, 4)
+    _filled(single, 4)
+    evicted = together.extend([(seq, 8, chain.upto(8)[1:]) for seq, chain in chains.items()], spare=0)
+    grants = []
+    for seq, chain in chains.items():
+        single.seal(seq, 8, chain.upto(8))
+        grants.append(single.commit(single.quote(ask(seq, 9, 32))))
+    assert evicted == sum(grant.evicted for grant in grants)
+    assert (together.free, together.evictable) == (single.free, single.evictable)
+    assert together.ledger() == single.ledger()
+    for seq, chain in chains.items():
+        assert len(together.view(seq).tables[0]) == 3
+        assert together.blocks_of(seq) == single.blocks_of(seq)
+        assert together.miss(chain).matched == single.miss(chain).matched == 8
+    together.check()
+
+
+def test_growing_together_takes_nothing_unless_everybody_and_the_spare_fit() -> None:
+    kv = Paged(11, 4)
+    chains = _filled(kv, 4)
+    before = kv.ledger()
+    wanted = [(seq, 8, chain.upto(8)[1:]) for seq, chain in chains.items()]
+    assert kv.extend(wanted, spare=0) is None
+    assert kv.extend(wanted[:2], spare=2) is None
+    assert kv.ledger() == before
+    assert kv.extend(wanted[:2], spare=1) == 0
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "paged"])
+def test_regions_do_not_grow_together(strategy: str) -> None:
+    kv = manager(strategy, 16)
+    place(kv, 1, 4, 8)
+    assert kv.extend([(1, 4, ())], spare=0) is None

@@ -159,7 +159,8 @@ class TestOrigins:
         assert resolved.plan is not None
         kv = resolved.plan.kv()
         assert resolved.pages == kv.low // resolved.block_bytes < kv.high // resolved.block_bytes
-        assert any(f"interval, {kv.low} to {kv.high} bytes" in note for note in resolved.notes)
+        said = f"interval, {kv.low / GIB:.2f} to {kv.high / GIB:.2f} GiB"
+        assert any(said in note for note in resolved.notes)
 
     def test_memory_given_beats_that_of_the_device(self) -> None:
         resolved = resolve(replace(LLAMA_4090, memory=48 * GIB))

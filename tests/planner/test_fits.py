@@ -13,9 +13,9 @@ import pytest
 
 from octavo.kv.spec import spec_from_config
 from octavo.kv.weights import weight_format
-from octavo.planner.timing import kernel_tables as tables
 from octavo.planner.catalogue import find_device, find_model
 from octavo.planner.deployment import Fidelity, Level
+from octavo.planner.timing import kernel_tables as tables
 from octavo.planner.timing.fits import FitsError, Host, bundled, datasheet, datasheet_timer, timer_for, typical
 from octavo.planner.timing.fitting import Bound, FitError, Kernel, Search, fit_kernel, held_out, space_filling
 from octavo.runner.rates import Coefficients, gemm_seconds

@@ -32,7 +32,7 @@ def test_a_row_for_each_strategy_holds_its_figures():
     assert float(paged["waited_memory_full_s"]) == 81
     assert float(rows[0]["waited_memory_full_s"]) == 0
     assert paged["ideal_hit_tokens"] == "16000"
-    assert paged["binding"] == "next step"
+    assert paged["binding"] == "memory: full"
     assert sum(float(paged[f"kv_mean_{line}"]) for line in KV_LINES) == pytest.approx(1)
 
 

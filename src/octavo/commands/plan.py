@@ -120,7 +120,7 @@ def _question(given: Mapping[str, Any], traffic: Trace) -> Question:
     resolved = tuple(resolve(each) for each in deployments) if placed or given["rate"] is None else ()
     return Question(
         window=busiest_window(traffic, given["busiest"]),
-        base=deployments[0],
+        base=deployments[names.index("paged") if "paged" in names else 0],
         resolved=resolved,
         options=replay_options(given, slo, keep=given["report"] is not None),
         seeds=given["seeds"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from math import isinf
 
@@ -20,13 +21,14 @@ from octavo.planner.search.whatif import WhatIf
 from octavo.report.wording import seconds
 
 SHOWN_FLEETS = 10
+WIDTH = 120  # of what goes into a file or a pipe
 HARDWARE = ("tp", "gpu")
 FIGURES = {"goodput": "goodput", "e2e": "request time", "ttft_p99": "TTFT p99", "itl_p99": "ITL p99"}
 
 
 def print_plan(question: Question, plan: Plan) -> None:
     """Print what was asked for, the times' fidelity last."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     window, slo = plan.window, question.options.slo
     console.print(Text(f"Plan: {question.base.model}", style="bold"))
     console.print(f"Traffic: {window.trace}; {window.statement}; {plan.seeds} seeds.", highlight=False)
@@ -41,7 +43,7 @@ def print_plan(question: Question, plan: Plan) -> None:
         _print_changes(console, plan.what_if)
     if question.resolved:
         fidelity = question.resolved[0].fidelity
-        console.print(Text(f"Fidelity: {fidelity.level.value}; {fidelity.statement}", style="dim"))
+        console.print(Text(f"Fidelity: {fidelity.statement}", style="dim"))
         for note in question.resolved[0].notes:
             console.print(Text(f"- {note}", style="dim"))
 
@@ -139,27 +141,30 @@ def _changes(found: WhatIf) -> Table:
     by = "goodput" if goodput else "the time of a request"
     table = _table(f"What to change, best first by {by} (± 95 % interval of the change)")
     columns = ["change", "running", "peak", *(["goodput/s"] if goodput else []), "request takes", "TTFT p99", "ITL p99"]
-    for name in (*columns, "verdict", "Octavo", "vLLM"):
-        table.add_column(name, justify="right" if name in columns[1:] else "left", overflow="fold")
+    for name in (*columns, "verdict"):
+        numbers = name in columns[1:]
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=numbers)
     before = found.before
     now = ["as it is", f"{before.running_mean:.3g}", f"{before.running_peak:.0f}"]
     now += [f"{before.goodput:.3g}"] if goodput else []
-    table.add_row(*now, seconds(before.e2e), seconds(before.ttft_p99), seconds(before.itl_p99), "", "", "")
+    table.add_row(*now, seconds(before.e2e), seconds(before.ttft_p99), seconds(before.itl_p99), "")
     for change in found.changes:
         if change.after is not None and change.verdict is not Verdict.NONE:
             table.add_row(*_row(change, change.after, goodput))
     return table
 
 
-def _row(change: Change, after: Figures, goodput: bool) -> list[str]:
+def _row(change: Change, after: Figures, goodput: bool) -> list[str | Text]:
     moved = change.difference
-    cells = [change.name, f"{after.running_mean:.3g}", f"{after.running_peak:.0f}"]
+    flags = f"  {change.octavo}" + (f"\n  vLLM: {change.vllm}" if change.vllm else "")
+    cells: list[str | Text] = [Text(f"{change.name}\n").append(flags, style="dim")]
+    cells += [f"{after.running_mean:.3g}", f"{after.running_peak:.0f}"]
     cells += [f"{after.goodput:.3g}{_error(moved['goodput'])}"] if goodput else []
     for name in ("e2e", "ttft_p99", "itl_p99"):
         cells.append(f"{seconds(getattr(after, name))} ± {seconds(moved[name].error)}")
     worse = ", ".join(FIGURES[name] for name in change.worse)
     verdict = f"mixed: worse {worse}" if change.verdict is Verdict.MIXED else change.verdict.value
-    return [*cells, verdict, change.octavo, change.vllm or "–"]
+    return [*cells, verdict]
 
 
 def _table(title: str) -> Table:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from octavo.errors import OctavoError
 from octavo.kv.api import longest_length
-from octavo.kv.budget import BudgetError, MemoryPlan
+from octavo.kv.budget import GIB, BudgetError, MemoryPlan
 from octavo.kv.spec import KVSpec
 from octavo.planner.engines import EngineProfile
 from octavo.planner.paging import Pages
@@ -167,8 +167,9 @@ def _planned(wanted: PoolRequest, layout: Pages, profile: EngineProfile, plan: M
         )
     if kv.low < kv.high:
         notes.append(
-            f"The KV memory is an interval, {kv.low} to {kv.high} bytes ({kv.low // layout.page_bytes} to "
-            f"{kv.high // layout.page_bytes} pages): the low end is used; give num_blocks as your engine logs it."
+            f"The KV memory is an interval, {kv.low / GIB:.2f} to {kv.high / GIB:.2f} GiB "
+            f"({kv.low // layout.page_bytes:,} to {kv.high // layout.page_bytes:,} pages): the low end is used; give "
+            "num_blocks as your engine logs it."
         )
     if profile.caps_pool:
         blocks = -(-wanted.length // layout.block_size)

@@ -36,9 +36,13 @@ class Coefficients:
         products, for which a whole query tile is computed; per sequence and head; per sequence, head and empty tile
     reread_bytes           KV of one head beyond which the query heads that share it no longer find it in the cache
     latent_start, latent_bandwidth, latent_compute   a layer of MLA decode: per layer, latents read, products
-    moe_start, moe_bandwidth, moe_compute   routed experts of a layer; moe_imbalance: how much longer than the average
-        the busiest takes
-    link_start, link_bandwidth   one all-reduce, ring: 2 (tp - 1) / tp x bytes / bandwidth
+    moe_start, moe_bandwidth, moe_compute   routed experts of a layer: per layer, of their weights, of their products;
+        moe_activation: of what goes into and out of them; moe_tile: rows computed in vain for each expert touched, as
+        its last tile is not full (it grows with the weights, as reading them does: a fit shares that time out between the
+        two, so moe_bandwidth alone may be above the memory's); moe_imbalance: how much longer than the average the busiest takes
+    link_start, link_bandwidth   one all-reduce, ring: 2 (tp - 1) / tp x bytes / bandwidth; link_turn, link_turn_bytes:
+        seconds that come on top of it by and by around that message size, where kernels exchange the parts in two
+        rounds instead of one; link_fill, link_fill_bytes: the same for large messages, until their pipeline is full
     sampler_start, sampler_bandwidth   fp32 logits of every sampled row
     uneven                 how much longer the KV of a batch of different lengths takes than that of equal ones
     host_start, host_sequence   Python and launches per step and sequence; host_overlaps: under the device's work;
@@ -79,9 +83,15 @@ class Coefficients:
     moe_start: float = 0.0
     moe_bandwidth: float = math.inf
     moe_compute: float = math.inf
+    moe_activation: float = math.inf
+    moe_tile: float = 0.0
     moe_imbalance: float = 1.0
     link_start: float = 0.0
     link_bandwidth: float = math.inf
+    link_turn: float = 0.0
+    link_turn_bytes: float = 1.0
+    link_fill: float = 0.0
+    link_fill_bytes: float = 1.0
     sampler_start: float = 0.0
     host_start: float = 0.0
     host_sequence: float = 0.0
@@ -110,14 +120,25 @@ def elementwise_seconds(c: Coefficients, moved: Any) -> Any:
     return smooth_max(c.elementwise_start, moved / c.elementwise_bandwidth, _SHARPNESS)
 
 
-def experts_seconds(c: Coefficients, touched: Any, routed: Any, weights: Any, weight: float, activations: Any) -> Any:
+def experts_seconds(
+    c: Coefficients, touched: Any, routed: Any, weights: Any, weight: float, activations: Any, even: Any = False
+) -> Any:
     """The experts of one layer: `touched` of them read, `routed` (token, expert) pairs.
 
-    weights, weight: values of one expert and bytes per value; activations: bytes that one pair moves.
+    weights, weight: values of one expert and bytes per value; activations: bytes that one pair moves; even: all
+    experts get as many pairs.
     """
-    moved = (touched * weights * weight + routed * activations) / c.moe_bandwidth
-    computed = 2.0 * routed * weights * c.moe_imbalance / c.moe_compute
-    return c.moe_start + smooth_max(moved, computed, c.gemm_sharpness)
+    busiest = 1.0 + (c.moe_imbalance - 1.0) * (1.0 - even)
+    computed = 2.0 * weights * (routed * busiest + touched * c.moe_tile) / c.moe_compute
+    product = smooth_max(touched * weights * weight / c.moe_bandwidth, computed, _SHARPNESS)
+    return c.moe_start + product + routed * activations / c.moe_activation
+
+
+def reduction_seconds(c: Coefficients, message: Any, ranks: int) -> Any:
+    """One all-reduce of `message` bytes."""
+    ring = 2.0 * (ranks - 1) / ranks * message / c.link_bandwidth
+    turn = c.link_turn * message / (message + c.link_turn_bytes)
+    return c.link_start + ring + turn + c.link_fill * message / (message + c.link_fill_bytes)
 
 
 def cache_speedup(c: Coefficients, footprint: Any) -> Any:

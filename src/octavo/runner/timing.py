@@ -19,6 +19,7 @@ from octavo.runner.rates import (
     factor_at,
     gemm_seconds,
     pairs,
+    reduction_seconds,
 )
 from octavo.runner.work import ModelWork
 
@@ -249,8 +250,8 @@ class RooflineTimer:
             once = experts_seconds(c, e.touched(tokens), tokens * e.active, each, work.expert_bytes, moved)
             experts = e.layers * once
         if work.reductions:
-            message = 2.0 * (work.tp - 1) / work.tp * tokens * work.hidden * work.activation_bytes
-            reduced = work.reductions * (c.link_start + message / c.link_bandwidth)
+            message = tokens * work.hidden * work.activation_bytes
+            reduced = work.reductions * reduction_seconds(c, message, work.tp)
         return {
             "linear": linear * factor_at(c.gemm_factors, tokens),
             "experts": experts,

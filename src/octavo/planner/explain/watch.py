@@ -166,8 +166,10 @@ class LogWatch:
         self._newly.clear()
         root: str | None = None
         first: dict[str, Standing] = {}
+        waits, shared = scheduler.standing()
         for standing in tuple(self.lives.standing.values()):
-            label = scheduler.waiting_cause(standing.seq)
+            wait = waits.get(standing.seq.id)
+            label = (shared if wait is None else wait.cause).value
             if label == Cause.BEHIND:
                 if standing.seq.id in self._prefix:
                     label = self._behind(scheduler, standing, now)

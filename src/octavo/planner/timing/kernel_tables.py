@@ -30,6 +30,7 @@ from octavo.runner.rates import (
     elementwise_seconds,
     experts_seconds,
     gemm_seconds,
+    reduction_seconds,
 )
 from octavo.runner.work import Attention, ModelWork, model_work
 
@@ -41,6 +42,8 @@ MOE_FORMATS: Mapping[str, tuple[str, float]] = {
     "w4a16_mxfp4": ("mxfp4", 0.53125),
     "int4_wo": ("int4", 0.52),
 }
+#: Kernels of a MoE format that a table lumps with others of the same format: those of the models published in it.
+_MOE_SOURCES: Mapping[str, str] = {"w4a16_mxfp4": "gptoss"}
 KV_FORMATS: Mapping[str, tuple[str, int]] = {"bfloat16": ("bf16", 2), "fp8": ("fp8", 1)}
 _SHORTEST = 128  # tokens of context: shorter decodes are left out, their steps are all matrices
 _MANY = 1000.0  # microseconds or milliseconds
@@ -124,24 +127,26 @@ def prefill_kernel(rows: Sequence[Mapping[str, str]], cache: str) -> Kernel:
     return Kernel("prefill", name, ms / _MANY, fitted, predict)
 
 
+_MOE_FITTED = ("moe_start", "moe_bandwidth", "moe_compute", "moe_activation", "moe_tile")
+
+
 def moe_kernel(rows: Sequence[Mapping[str, str]], dtype: str) -> Kernel:
     """AIC moe without expert parallelism: evenly spread tokens; unevenly spread ones once every expert is busy."""
     name, weight = MOE_FORMATS[dtype]
     kept = [r for r in rows if r["moe_dtype"] == dtype and r["moe_ep_size"] == "1" and int(r["moe_tp_size"]) <= 8]
+    kept = [r for r in kept if _MOE_SOURCES.get(dtype, "") in r["kernel_source"]]
     kept = [r for r in kept if r["distribution"] == "balanced" or _busy(r)]
     tokens, hidden, inter, k, experts, split, ms = _columns(
         kept, *("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "latency_ms")
     )
-    uneven = np.array([row["distribution"] != "balanced" for row in kept])
+    even = np.array([row["distribution"] == "balanced" for row in kept], float)
     touched, weights = np.minimum(experts, tokens * k), 3.0 * hidden * inter / split
     moved = 2.0 * (2.0 * hidden + 3.0 * inter / split)
 
     def predict(c: Coefficients, i: Rows) -> Array:
-        routed = tokens[i] * k[i] * np.where(uneven[i], 1.0, 1.0 / c.moe_imbalance)
-        return np.asarray(experts_seconds(c, touched[i], routed, weights[i], weight, moved[i]))
+        return np.asarray(experts_seconds(c, touched[i], tokens[i] * k[i], weights[i], weight, moved[i], even[i]))
 
-    fitted = ("moe_start", "moe_bandwidth", "moe_compute", "moe_imbalance")
-    return Kernel("moe", name, ms / _MANY, fitted, predict)
+    return Kernel("moe", name, ms / _MANY, (*_MOE_FITTED, "moe_imbalance"), predict)
 
 
 def _busy(row: Mapping[str, str]) -> bool:
@@ -184,17 +189,21 @@ def latent_dims(hidden: int, share: Array) -> list[tuple[Any, Any]]:
 
 
 def link_kernel(rows: Sequence[Mapping[str, str]], tp: int) -> Kernel:
-    """AIC allreduce_custom in CUDA graphs from 4 KB (one token) to 8 MB, nccl beyond, which engines take there."""
-    custom = [r for r in rows if r.get("kernel_source") == "vLLM_custom_graph" and int(r["message_size"]) <= 2**23]
-    nccl = [r for r in rows if r.get("op_name") == "all_reduce" and r["nccl_dtype"] == "half"]
-    kept = [r for r in custom if int(r["num_gpus"]) == tp and int(r["message_size"]) >= 2**12]
-    kept += [r for r in nccl if int(r["num_gpus"]) == tp and 2**23 < int(r["message_size"]) <= 2**27]
-    size, ms = _columns(kept, "message_size", "latency_ms")
+    """AIC all-reduces of 4 KB (one token) to 128 MB: per size the faster of vLLM's own in CUDA graphs and NCCL's, as
+    engines choose by size."""
+    best: dict[float, float] = {}
+    for row in rows:
+        own = row.get("kernel_source") == "vLLM_custom_graph"
+        if int(row["num_gpus"]) == tp and (own or (row.get("op_name") == "all_reduce" and row["nccl_dtype"] == "half")):
+            size = float(row["message_size"])
+            best[size] = min(best.get(size, np.inf), float(row["latency_ms"]))
+    size, ms = np.array(sorted((size, ms) for size, ms in best.items() if 2**12 <= size <= 2**27)).T
 
     def predict(c: Coefficients, i: Rows) -> Array:
-        return np.asarray(c.link_start + 2.0 * (tp - 1) / tp * size[i] / c.link_bandwidth)
+        return np.asarray(reduction_seconds(c, size[i], tp))
 
-    return Kernel("link", str(tp), ms / _MANY, ("link_start", "link_bandwidth"), predict)
+    fitted = ("link_start", "link_bandwidth", "link_turn", "link_turn_bytes", "link_fill", "link_fill_bytes")
+    return Kernel("link", str(tp), ms / _MANY, fitted, predict)
 
 
 def served_work(model: str, tp: int) -> ModelWork:
@@ -329,7 +338,6 @@ def _layer_moe(rows: Sequence[Mapping[str, str]], work: ModelWork) -> Kernel:
     weights, moved = float(routed.matrices * work.hidden * routed.width), routed.activations(work.hidden)
 
     def predict(c: Coefficients, i: Rows) -> Array:
-        pairs = tokens[i] * routed.active / c.moe_imbalance
-        return np.asarray(experts_seconds(c, touched[i], pairs, weights, 2.0, moved))
+        return np.asarray(experts_seconds(c, touched[i], tokens[i] * routed.active, weights, 2.0, moved, 1.0))
 
-    return Kernel("moe", "bf16", us * 1e-6, ("moe_start", "moe_bandwidth", "moe_compute"), predict)
+    return Kernel("moe", "bf16", us * 1e-6, _MOE_FITTED, predict)
