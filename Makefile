@@ -18,7 +18,7 @@ run: native
 	@echo 'Chat with the model:  $(BIN)/octavo run demo "Why is the sky blue?"'
 
 test: $(VENV)/.dev native
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: $(VENV)/.dev native
 	$(BIN)/python -m pytest -m slow

@@ -77,6 +77,8 @@ def prior_of(device: str, weights: str, tile: int) -> Coefficients:
         query_tile=tile,
         attention_ramp=40e-6,
         quantise_bandwidth=0.3 * base.gemm_bandwidth if weights == "fp8" else base.quantise_bandwidth,
+        moe_expert=5e-8,
+        moe_skew=0.7,
         link_turn=6e-6,
         link_turn_bytes=1e5,
         link_fill=5e-5,

@@ -27,7 +27,7 @@ def plan_json(question: Question, plan: Plan) -> dict[str, Any]:
     Times are seconds; what was not asked for is null.
     """
     window, slo = plan.window, question.options.slo
-    first = question.resolved[0] if question.resolved else None
+    first = question.chosen if question.resolved else None
     return {
         "schema": SCHEMA,
         "window": {

@@ -42,14 +42,14 @@ def print_plan(question: Question, plan: Plan) -> None:
     if plan.what_if is not None:
         _print_changes(console, plan.what_if)
     if question.resolved:
-        fidelity = question.resolved[0].fidelity
+        fidelity = question.chosen.fidelity
         console.print(Text(f"Fidelity: {fidelity.statement}", style="dim"))
-        for note in question.resolved[0].notes:
+        for note in question.chosen.notes:
             console.print(Text(f"- {note}", style="dim"))
 
 
 def _capacities(question: Question, curves: tuple[RateCurve, ...], recorded: float) -> Table:
-    resolved = question.resolved[0]
+    resolved = question.chosen
     table = _table(f"One replica ({device_words(resolved)}): largest rate; the trace has {recorded:.3g} a second")
     for name in ("strategy", "requests/s", "then running, mean", "then TTFT p99", "beyond it"):
         table.add_column(name, justify="left" if name == "strategy" else "right")
@@ -123,6 +123,10 @@ def _fleet_words(fleet: Fleet) -> str:
 def _print_changes(console: Console, found: WhatIf) -> None:
     """What helps or harms as a table, the rest in a line, and the answer in sentences."""
     console.print(_changes(found))
+    for change in found.changes:
+        if change.after is not None and len(change.knobs) == 1 and change.verdict is not Verdict.NONE:
+            vllm = f"; vLLM: {change.vllm}" if change.vllm else ""
+            console.print(Text(f"{change.name}: {change.octavo}{vllm}", style="dim"))
     still = [change.name for change in found.changes if change.verdict is Verdict.NONE]
     if still:
         console.print(f"No measurable change: {', '.join(still)}.", highlight=False)
@@ -143,7 +147,7 @@ def _changes(found: WhatIf) -> Table:
     columns = ["change", "running", "peak", *(["goodput/s"] if goodput else []), "request takes", "TTFT p99", "ITL p99"]
     for name in (*columns, "verdict"):
         numbers = name in columns[1:]
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=numbers)
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=numbers, min_width=0 if numbers else 14)
     before = found.before
     now = ["as it is", f"{before.running_mean:.3g}", f"{before.running_peak:.0f}"]
     now += [f"{before.goodput:.3g}"] if goodput else []
@@ -154,11 +158,9 @@ def _changes(found: WhatIf) -> Table:
     return table
 
 
-def _row(change: Change, after: Figures, goodput: bool) -> list[str | Text]:
+def _row(change: Change, after: Figures, goodput: bool) -> list[str]:
     moved = change.difference
-    flags = f"  {change.octavo}" + (f"\n  vLLM: {change.vllm}" if change.vllm else "")
-    cells: list[str | Text] = [Text(f"{change.name}\n").append(flags, style="dim")]
-    cells += [f"{after.running_mean:.3g}", f"{after.running_peak:.0f}"]
+    cells = [change.name, f"{after.running_mean:.3g}", f"{after.running_peak:.0f}"]
     cells += [f"{after.goodput:.3g}{_error(moved['goodput'])}"] if goodput else []
     for name in ("e2e", "ttft_p99", "itl_p99"):
         cells.append(f"{seconds(getattr(after, name))} ± {seconds(moved[name].error)}")

@@ -76,13 +76,15 @@ def chief_words(waited: Mapping[str, float]) -> str:
 
 
 def changes_sentence(changes: Sequence[Change] | None) -> str:
-    """The best change with what it does, or that none helps; "" when none was tried."""
+    """The best change of settings with what it does, or of hardware if only that helps, or that none helps; "" when
+    none was tried."""
     if not changes:
         return ""
     able = [change for change in changes if change.after is not None]
     if not able:
         return f"None of the {len(changes)} changes tried can run." if len(changes) > 1 else "The change cannot run."
-    best = max(able, key=gain)
+    settings = [change for change in able if not _is_hardware(change) and helps(change)]
+    best = max(settings or able, key=gain)
     if not helps(best):
         many = len(able) > 1
         who = (
@@ -92,6 +94,11 @@ def changes_sentence(changes: Sequence[Change] | None) -> str:
         )
         return f"{who} {judged_by(best)} by more than its error bar."
     return f"{best.name}: {change_words(best)}."
+
+
+def _is_hardware(change: Change) -> bool:
+    """Whether it needs other devices, or more."""
+    return "--gpu " in change.flag_octavo or "--tp " in change.flag_octavo
 
 
 def judged_by(change: Change) -> str:

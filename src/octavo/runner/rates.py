@@ -38,8 +38,9 @@ class Coefficients:
     latent_start, latent_bandwidth, latent_compute   a layer of MLA decode: per layer, latents read, products
     moe_start, moe_bandwidth, moe_compute   routed experts of a layer: per layer, of their weights, of their products;
         moe_activation: of what goes into and out of them; moe_tile: rows computed in vain for each expert touched, as
-        its last tile is not full (it grows with the weights, as reading them does: a fit shares that time out between the
-        two, so moe_bandwidth alone may be above the memory's); moe_imbalance: how much longer than the average the busiest takes
+        its last tile is not full (a time per weight, like reading: a fit shares it out between the two, so
+        moe_bandwidth alone may be above the memory's); moe_expert: per expert touched; moe_imbalance: how much longer
+        than the average the busiest takes; moe_skew: variance of the experts' popularity, by which fewer are touched
     link_start, link_bandwidth   one all-reduce, ring: 2 (tp - 1) / tp x bytes / bandwidth; link_turn, link_turn_bytes:
         seconds that come on top of it by and by around that message size, where kernels exchange the parts in two
         rounds instead of one; link_fill, link_fill_bytes: the same for large messages, until their pipeline is full
@@ -85,7 +86,9 @@ class Coefficients:
     moe_compute: float = math.inf
     moe_activation: float = math.inf
     moe_tile: float = 0.0
+    moe_expert: float = 0.0
     moe_imbalance: float = 1.0
+    moe_skew: float = 0.0
     link_start: float = 0.0
     link_bandwidth: float = math.inf
     link_turn: float = 0.0
@@ -131,7 +134,7 @@ def experts_seconds(
     busiest = 1.0 + (c.moe_imbalance - 1.0) * (1.0 - even)
     computed = 2.0 * weights * (routed * busiest + touched * c.moe_tile) / c.moe_compute
     product = smooth_max(touched * weights * weight / c.moe_bandwidth, computed, _SHARPNESS)
-    return c.moe_start + product + routed * activations / c.moe_activation
+    return c.moe_start + touched * c.moe_expert + product + routed * activations / c.moe_activation
 
 
 def reduction_seconds(c: Coefficients, message: Any, ranks: int) -> Any:

@@ -247,7 +247,7 @@ class RooflineTimer:
             linear += m.times * once
         if (e := work.experts) is not None:
             each, moved = float(e.matrices * work.hidden * e.width), e.activations(work.hidden)
-            once = experts_seconds(c, e.touched(tokens), tokens * e.active, each, work.expert_bytes, moved)
+            once = experts_seconds(c, e.touched(tokens, c.moe_skew), tokens * e.active, each, work.expert_bytes, moved)
             experts = e.layers * once
         if work.reductions:
             message = tokens * work.hidden * work.activation_bytes

@@ -51,6 +51,12 @@ class Attention:
     decode_flops: float
 
 
+def skewed_touched(experts: Any, active: Any, tokens: Any, skew: float) -> Any:
+    """Experts that at least one token chooses if their popularity is spread like a gamma distribution of variance
+    `skew` around 1. Floats or numpy arrays."""
+    return experts * (1.0 - (1.0 + skew * tokens * active / experts) ** (-1.0 / skew))
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Routed experts of `layers` layers: `active` of `experts` per token, each `matrices` of hidden x `width`."""
@@ -65,8 +71,11 @@ class Experts:
         """Bytes that one (token, expert) pair moves in 16 bits: in and out, gate and up written, their product."""
         return 2.0 * (2 * hidden + 3 * self.width)
 
-    def touched(self, tokens: float) -> float:
-        """Experts that at least one of `tokens` tokens chooses, if all are equally likely: E (1 - (1 - k/E)^B)."""
+    def touched(self, tokens: float, skew: float = 0.0) -> float:
+        """Experts that at least one of `tokens` tokens chooses. All equally likely (skew 0): E (1 - (1 - k/E)^B); else
+        as `skewed_touched` says."""
+        if skew:
+            return float(skewed_touched(self.experts, self.active, tokens, skew))
         return float(self.experts * (1.0 - (1.0 - self.active / self.experts) ** tokens))
 
 

@@ -21,9 +21,8 @@ OFFERED = 2  # so many other devices are tried as a change when none were named
 class Question:
     """What is asked.
 
-    resolved   the deployment, once for each strategy to compare, the first of them the one to change; () when only a
-               fleet is asked for
-    base       the deployment that a fleet's kinds are made from
+    base       the deployment to change, and that a fleet's kinds are made from
+    resolved   the deployment, once for each strategy to compare; () when only a fleet is asked for
     capacity, changes   whether to search the largest rate, and to turn every knob at the window's own rate
     rate       requests a second that a fleet must carry; None: no fleet
     devices    what may be had; () for the catalogue's well-documented ones
@@ -39,6 +38,13 @@ class Question:
     rate: float | None = None
     devices: tuple[str, ...] = ()
     prices: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> Resolved:
+        """The deployment to change, worked out."""
+        return next(
+            (each for each in self.resolved if each.deployment.strategy == self.base.strategy), self.resolved[0]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ def make_plan(question: Question, workers: Workers) -> Plan:
     if question.resolved and question.capacity:
         curves = find_curves([each.deployment for each in question.resolved], load, workers)
     if question.resolved and question.changes:
-        first = question.resolved[0]
+        first = question.chosen
         devices = question.devices or better_devices(first.deployment.gpu)
         requests = question.window.requests
         changes = what_if(first, requests, plain, workers, seeds=question.seeds, devices=devices)

@@ -79,6 +79,7 @@ def what_if(
     couples = _couples(judge, alone)
     together = study.changes(couples, judge)
     kind, statement = _bottleneck(judge, resolved.scheduler, doubled, alone)
+    together = [pair for pair in together if not any(_is_all_of(single, pair) for single in alone)]
     ranked = tuple(judge.rank([*alone, *together]))
     return WhatIf(
         deployment=resolved.deployment,
@@ -91,6 +92,11 @@ def what_if(
         requests=len(requests),
         seeds=seeds,
     )
+
+
+def _is_all_of(single: Change, pair: Change) -> bool:
+    """Whether one of the two does alone what the pair does: then the pair is no advice of its own."""
+    return single.knobs[0] in pair.knobs and single.after == pair.after
 
 
 @dataclass(frozen=True, slots=True)

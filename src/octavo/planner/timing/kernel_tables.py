@@ -32,7 +32,7 @@ from octavo.runner.rates import (
     gemm_seconds,
     reduction_seconds,
 )
-from octavo.runner.work import Attention, ModelWork, model_work
+from octavo.runner.work import Attention, ModelWork, model_work, skewed_touched
 
 #: AIConfigurator's name of a GEMM or MoE format -> (ours, bytes per weight)
 GEMM_FORMATS: Mapping[str, tuple[str, float]] = {"bfloat16": ("bf16", 2.0), "fp8": ("fp8", 1.0)}
@@ -131,28 +131,23 @@ _MOE_FITTED = ("moe_start", "moe_bandwidth", "moe_compute", "moe_activation", "m
 
 
 def moe_kernel(rows: Sequence[Mapping[str, str]], dtype: str) -> Kernel:
-    """AIC moe without expert parallelism: evenly spread tokens; unevenly spread ones once every expert is busy."""
+    """AIC moe without expert parallelism: tokens spread evenly, and by the power law that AIC takes for real ones."""
     name, weight = MOE_FORMATS[dtype]
     kept = [r for r in rows if r["moe_dtype"] == dtype and r["moe_ep_size"] == "1" and int(r["moe_tp_size"]) <= 8]
     kept = [r for r in kept if _MOE_SOURCES.get(dtype, "") in r["kernel_source"]]
-    kept = [r for r in kept if r["distribution"] == "balanced" or _busy(r)]
+    kept = [r for r in kept if r["distribution"] in ("balanced", "power_law_1.2")]
     tokens, hidden, inter, k, experts, split, ms = _columns(
         kept, *("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "latency_ms")
     )
     even = np.array([row["distribution"] == "balanced" for row in kept], float)
-    touched, weights = np.minimum(experts, tokens * k), 3.0 * hidden * inter / split
+    most, weights = np.minimum(experts, tokens * k), 3.0 * hidden * inter / split
     moved = 2.0 * (2.0 * hidden + 3.0 * inter / split)
 
     def predict(c: Coefficients, i: Rows) -> Array:
-        return np.asarray(experts_seconds(c, touched[i], tokens[i] * k[i], weights[i], weight, moved[i], even[i]))
+        touched = np.where(even[i], most[i], skewed_touched(experts[i], k[i], tokens[i], c.moe_skew))
+        return np.asarray(experts_seconds(c, touched, tokens[i] * k[i], weights[i], weight, moved[i], even[i]))
 
-    return Kernel("moe", name, ms / _MANY, (*_MOE_FITTED, "moe_imbalance"), predict)
-
-
-def _busy(row: Mapping[str, str]) -> bool:
-    return row["distribution"] == "power_law_1.2" and int(row["num_tokens"]) * int(row["topk"]) >= 16 * int(
-        row["num_experts"]
-    )
+    return Kernel("moe", name, ms / _MANY, (*_MOE_FITTED, "moe_expert", "moe_imbalance", "moe_skew"), predict)
 
 
 def latent_kernel(rows: Sequence[Mapping[str, str]], cache: str, work: ModelWork) -> Kernel:
