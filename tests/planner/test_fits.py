@@ -18,7 +18,7 @@ from octavo.planner.deployment import Fidelity, Level
 from octavo.planner.timing import kernel_tables as tables
 from octavo.planner.timing.fits import FitsError, Host, bundled, datasheet, datasheet_timer, timer_for, typical
 from octavo.planner.timing.fitting import Bound, FitError, Kernel, Search, fit_kernel, held_out, space_filling
-from octavo.runner.rates import Coefficients, gemm_seconds
+from octavo.runner.rates import Coefficients, experts_seconds, gemm_seconds, reduction_seconds
 from octavo.runner.timing import RooflineTimer, StepShape
 from octavo.runner.work import model_work
 
@@ -179,6 +179,26 @@ def test_every_fit_names_its_source_and_its_error() -> None:
                 assert fit["median"] is None or (fit["median"] < 0.35 and fit["points"] > 0)
                 assert all(len(row) == len(fit["fitted"]) for row in fit.get("draws", ()))
     assert all("Copyright" in text for text in data["sources"].values())
+
+
+@pytest.mark.parametrize(
+    ("tp", "message", "seconds"),
+    [("4", 2**20, 18.6e-6), ("4", 2**27, 1.18e-3), ("8", 2**18, 12.0e-6), ("8", 2**25, 325e-6), ("8", 2**27, 1.09e-3)],
+)
+def test_reductions_take_what_the_table_says_whatever_their_size(tp: str, message: int, seconds: float) -> None:
+    fit = bundled()["devices"]["H100 SXM 80GB"]["operators"]["link"][tp]["coefficients"]
+    c = replace(datasheet(find_device("H100 SXM 80GB"), weight_format("bf16")), **fit)
+    assert reduction_seconds(c, message, int(tp)) == pytest.approx(seconds, rel=0.06)
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "seconds"), [(64, 1, 382e-6), (64, 8, 89e-6), (8192, 2, 1594e-6)])
+def test_narrow_experts_take_what_the_table_of_their_own_kernel_says(tokens: int, ranks: int, seconds: float) -> None:
+    """gpt-oss-120b on B200: another kernel of the same format is twice as slow."""
+    fit = bundled()["devices"]["B200 SXM 180GB"]["operators"]["moe"]["mxfp4"]["coefficients"]
+    c = replace(datasheet(find_device("B200 SXM 180GB"), weight_format("bf16")), **fit)
+    width = 2880 / ranks
+    found = experts_seconds(c, 128, 4 * tokens, 3 * 2880 * width, 0.53125, 2 * (2 * 2880 + 3 * width), even=1.0)
+    assert found == pytest.approx(seconds, rel=0.2)
 
 
 def test_every_device_of_the_fits_is_in_the_catalogue() -> None:

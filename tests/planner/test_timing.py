@@ -13,7 +13,7 @@ from octavo.kv.spec import spec_from_config
 from octavo.kv.weights import published_format, weight_format
 from octavo.planner.catalogue import find_device, find_model
 from octavo.planner.timing.fits import datasheet
-from octavo.runner.rates import Coefficients, factor_at, pairs, smooth_max
+from octavo.runner.rates import Coefficients, experts_seconds, factor_at, pairs, reduction_seconds, smooth_max
 from octavo.runner.timing import RooflineTimer, StepShape
 from octavo.runner.work import Experts, ModelWork, model_work
 
@@ -95,6 +95,28 @@ def test_layers_that_share_a_cache_attend_all_the_same() -> None:
 )
 def test_experts_touched(tokens: int, touched: float) -> None:
     assert Experts(1, 128, 8, 768, 3).touched(tokens) == pytest.approx(touched)
+
+
+def test_fewer_experts_are_touched_the_more_their_popularity_differs() -> None:
+    experts = Experts(1, 128, 4, 2880, 3)
+    found = [experts.touched(32, skew) for skew in (0.0, 1e-6, 0.5, 1.0)]
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+    assert found[0] > found[2] > found[3] == pytest.approx(64.0)  # one visit each on average: half of them have none
+    assert experts.touched(1, 0.7) == pytest.approx(4.0, rel=0.05)
+    assert experts.touched(1e6, 0.7) == pytest.approx(128.0, rel=1e-3)
+
+
+def test_large_messages_get_more_of_the_link_than_middling_ones() -> None:
+    c = replace(H100, link_turn=6e-6, link_turn_bytes=9e4, link_fill=1e-4, link_fill_bytes=4e7)
+    rates = [2**n / (reduction_seconds(c, 2.0**n, 8) - c.link_start) for n in (18, 22, 27)]
+    assert rates == sorted(rates)
+    assert reduction_seconds(c, 0.0, 8) == c.link_start
+
+
+def test_an_expert_with_few_tokens_takes_its_whole_tile() -> None:
+    c = replace(H100, moe_tile=64.0, moe_bandwidth=math.inf)
+    few, none_wasted = (experts_seconds(d, 128.0, 128.0, 2e7, 0.5, 0.0) for d in (c, replace(c, moe_tile=0.0)))
+    assert few - c.moe_start > 10 * (none_wasted - c.moe_start)
 
 
 def test_pairs_of_a_windowed_chunk_are_those_counted_one_by_one() -> None:
