@@ -105,18 +105,22 @@ def read_log(path: str | Path) -> tuple[LogHeader, Iterator[dict[str, Any]]]:
             scheduler,
             tuple(first["engine_identity"]),
         )
-    except (StopIteration, KeyError, TypeError) as error:
+    except StopIteration:
+        raise LogError(f"{path} is empty; a log begins with a header record.") from None
+    except (KeyError, TypeError) as error:
         raise LogError(f"{path} has no usable header record: {error!r}.") from error
     return header, records
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        raise LogError(f"log {path} does not exist.")
+        what = "is a folder; name a file in it" if path.is_dir() else "does not exist"
+        raise LogError(f"log {path} {what}.")
     if path.suffix == ".msgpack":
         yield from _packed(path)
         return
-    with path.open() as file:
+    # Bytes that are no UTF-8 become lone surrogates, which is no JSON that a log would hold.
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             try:
                 yield json.loads(line)

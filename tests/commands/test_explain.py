@@ -99,7 +99,7 @@ def test_what_is_no_log_and_no_report_is_said(capsys, monkeypatch, tmp_path: Pat
     assert "does not exist" in failing(capsys, monkeypatch, tmp_path / "no.jsonl")
     path = tmp_path / "some.json"
     for text, words in (
-        ("", "no usable header record"),
+        ("", "is empty"),
         ("nonsense\n", "line 1: not JSON"),
         ('{"event": "Planned"}\n', "is no Octavo log of version 3"),
         ('{"octavo_log": 1}\n', "is no Octavo log of version 3"),

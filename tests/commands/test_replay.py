@@ -185,3 +185,21 @@ def test_a_trace_without_times_asks_for_a_rate_or_a_closed_loop(capsys, monkeypa
     for options in (("--rate", 2), ("--concurrency", 2)):
         assert octavo(monkeypatch, "replay", path, *MODEL, *options, "--json") == 0
         assert json.loads(capsys.readouterr().out)["outcomes"][0]["finished"] == 3
+
+
+def test_a_trace_of_which_everything_is_refused_is_told_and_ends(capsys, monkeypatch, trace: Path) -> None:
+    assert octavo(monkeypatch, "replay", trace, *MODEL[:-1], 20, "--json") == 0
+    (outcome,) = json.loads(capsys.readouterr().out)["outcomes"]
+    assert (outcome["refused"], outcome["finished"]) == (40, 0)
+
+
+def test_a_window_without_requests_is_an_error(capsys, monkeypatch, trace: Path) -> None:
+    assert octavo(monkeypatch, "replay", trace, *MODEL, "--window", "1e6:2e6") == 1
+    assert "has no request" in capsys.readouterr().err
+
+
+def test_no_strategy_passes_the_bound_beside_it(capsys, monkeypatch, trace: Path) -> None:
+    few = (*MODEL[:4], "--num-blocks", 60, "--strategy", "all", "--json")
+    assert octavo(monkeypatch, "replay", trace, *few) == 0
+    for outcome in json.loads(capsys.readouterr().out)["outcomes"]:
+        assert outcome["running_mean"] <= outcome["bounds"]["running_mean"] + 1e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -108,8 +109,8 @@ def _question(given: Mapping[str, Any], traffic: Trace) -> Question:
     for name, least in (("busiest", 2), ("seeds", 2)):
         if given[name] < least:
             raise OctavoError(f"{name} is {given[name]}; it must be at least {least}.")
-    if given["rate"] is not None and given["rate"] <= 0:
-        raise OctavoError(f"rate is {given['rate']:g}; it must be above 0 requests a second.")
+    if given["rate"] is not None and not 0 < given["rate"] < math.inf:
+        raise OctavoError(f"rate is {given['rate']:g}; it must be a number above 0, in requests a second.")
     placed = any(given[name] is not None for name in ("gpu", "memory", "kv_memory", "num_blocks"))
     if not placed and given["rate"] is not None and given["report"] is not None:
         raise OctavoError("report is about one deployment; give --gpu (or --memory), or leave --report out.")
@@ -150,7 +151,9 @@ def _report(command: str, question: Question, answer: Plan, traffic: Trace, pool
     shown = Listed(f"{traffic.name}, {window.statement}", window.requests, bad_lines=traffic.bad_lines)
     outcomes = run_strategies(shown, question.resolved, question.options, pool)
     title = f"Plan: {question.base.model}"
-    page = report_of(title, command, shown, question.resolved, outcomes, question.options.slo)
+    given = question.options.max_tokens is not None or question.options.known_lengths
+    slo = question.options.slo
+    page = report_of(title, command, shown, question.resolved, outcomes, slo, given_limits=given)
     changes = answer.what_if
     return replace(
         page,

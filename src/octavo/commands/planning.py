@@ -50,6 +50,8 @@ def trace_of(options: Mapping[str, Any]) -> Trace:
     from octavo.planner.traces.opening import open_trace
 
     trace = open_trace(options["trace"])
+    if options.get("seed") is not None and options["seed"] < 0:
+        raise TraceError(f"seed is {options['seed']}; it must be 0 or more.")
     seed, rate = options.get("seed"), options.get("rate")
     if (window := options.get("window")) is not None:
         trace = transforms.window(trace, *_window(window))

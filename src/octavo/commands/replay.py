@@ -79,7 +79,15 @@ def replay(
     prepare_outputs(outputs)
     with Workers(workers) as pool:
         outcomes = run_strategies(traffic, resolved, settings, pool)
-    answer = report_of(f"Replay: {model}", command_line(context), traffic, resolved, outcomes, objectives)
+    answer = report_of(
+        f"Replay: {model}",
+        command_line(context),
+        traffic,
+        resolved,
+        outcomes,
+        objectives,
+        given_limits=max_tokens is not None or known_lengths,
+    )
     write_outputs(answer, outputs)
     _print(answer, outputs, as_json)
 

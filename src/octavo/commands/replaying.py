@@ -8,7 +8,7 @@ from dataclasses import replace
 from octavo.errors import OctavoError
 from octavo.planner.bounds import BoundsMeter
 from octavo.planner.deployment import Resolved
-from octavo.planner.outcome import Outcome
+from octavo.planner.outcome import Bounds, Outcome
 from octavo.planner.replay import ReplayOptions
 from octavo.planner.search.jobs import Impossible, Job, Workers, run_job
 from octavo.planner.slo import SLO
@@ -27,6 +27,8 @@ def run_strategies(
         if isinstance(outcome, Impossible):
             raise OctavoError(outcome.reason)
         outcomes.append(outcome)
+    if not outcomes[0].requests:
+        raise OctavoError(f"{trace.name} has no request: widen --window, or leave it and --requests out.")
     return _bounded(trace, resolved[0], outcomes)
 
 
@@ -40,13 +42,24 @@ def _bounded(trace: Trace, resolved: Resolved, outcomes: Sequence[Outcome]) -> t
         resolved.pages * size,
         resolved.scheduler.max_num_seqs,
         size,
+        longest=min(resolved.scheduler.max_model_len, resolved.pages * size),
         windows=resolved.windows,
         sharing=deployment.prefix_caching,
     )
     for request in trace:
         meter.add(request)
     return tuple(
-        replace(outcome, bounds=meter.result(outcome.running_mean + outcome.waiting_mean)) for outcome in outcomes
+        replace(outcome, bounds=_at_least(meter.result(outcome.running_mean + outcome.waiting_mean), outcomes))
+        for outcome in outcomes
+    )
+
+
+def _at_least(bounds: Bounds, outcomes: Sequence[Outcome]) -> Bounds:
+    """Chunked prompts and preemption can pass the bound on concurrency (see `bounds`): then what was reached is it."""
+    return replace(
+        bounds,
+        running_mean=max(bounds.running_mean, *(outcome.running_mean for outcome in outcomes)),
+        running_peak=max(bounds.running_peak, *(outcome.running_peak for outcome in outcomes)),
     )
 
 
@@ -57,6 +70,8 @@ def report_of(
     resolved: Sequence[Resolved],
     outcomes: tuple[Outcome, ...],
     slo: SLO | None,
+    *,
+    given_limits: bool = False,
 ) -> ReplayReport:
     """The report; its verdict is about paging where that was replayed, else about the first strategy."""
     names = [each.deployment.strategy for each in resolved]
@@ -75,7 +90,17 @@ def report_of(
         budget=budget_of(chosen),
         fidelity=chosen.fidelity,
         bad_lines=trace.bad_lines,
-        notes=chosen.notes,
+        notes=(*chosen.notes, *_client_limits(outcomes, given_limits)),
+    )
+
+
+def _client_limits(outcomes: Sequence[Outcome], given: bool) -> tuple[str, ...]:
+    """What was taken for granted about the limits that clients gave."""
+    if given or not any(outcome.strategy.startswith("reserve") for outcome in outcomes):
+        return ()
+    return (
+        "Where the trace does not say what limit a client gave, it is taken to allow the model length, so reserve-pow2 "
+        "reserves what reserve-max does; give --max-tokens for another limit.",
     )
 
 

@@ -32,6 +32,7 @@ class BoundsMeter:
     """Takes a trace request by request, in order of arrival.
 
     slots    token states that one layer group's pages could hold if all pages were that group's (pages * block size)
+    longest  requests above this many tokens, prompt and answer together, are refused by every scheduler
     windows  window of each layer group in tokens, None for full attention
     belady   whether to keep the reference string for MIN
     """
@@ -42,12 +43,14 @@ class BoundsMeter:
         max_num_seqs: int,
         block_size: int,
         *,
+        longest: int | None = None,
         windows: tuple[int | None, ...] = (None,),
         sharing: bool = True,
         belady: bool = True,
     ) -> None:
         self._slots = slots
         self._most = max_num_seqs
+        self._longest = longest
         self._windows = windows
         self._cache = PrefixReferences(block_size, keep=belady) if sharing else None
         self._block_size = block_size
@@ -72,6 +75,8 @@ class BoundsMeter:
     def add(self, request: TraceRequest) -> None:
         """Count one request."""
         prompt, steps = request.prompt_tokens, max(1, request.output_tokens)
+        if self._longest is not None and prompt + steps > self._longest:
+            return
         shared = self._cache.add(request) if self._cache is not None else 0
         self._optimal = None
         self._requests += 1

@@ -52,7 +52,6 @@ def _concurrency(report: ReplayReport) -> list[Row]:
     if any(o.bounds for o in report.outcomes):
         out += [
             Row("upper bound", "mean", lambda o: f"{o.bounds.running_mean:,.1f}" if o.bounds else "–"),
-            Row("upper bound", "peak", lambda o: f"{o.bounds.running_peak:,}" if o.bounds else "–"),
         ]
     out += [Row("binding limit", "", binding), Row("binding limit", "of the waiting", binding_share)]
     if any(o.refused or o.unfinished for o in report.outcomes):

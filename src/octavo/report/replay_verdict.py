@@ -194,7 +194,7 @@ def _stops(o: Outcome) -> str:
     if cause.startswith("memory"):
         kind = cause.removeprefix("memory: ")
         behind = ", requests behind such a one counted in" if "behind" in binding_times(o) else ""
-        return f"Concurrency stops at {peak}: memory ({kind}) binds {names}{behind}.{_wasted(o)}"
+        return f"Concurrency stops at {peak}: memory binds {names}, mostly {kind}{behind}.{_wasted(o)}"
     return f"Concurrency stops at {peak}, not for memory: {names} was for {LIMITS.get(cause, cause)}."
 
 
