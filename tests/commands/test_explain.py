@@ -131,3 +131,12 @@ def test_numbers_that_mean_nothing_are_refused_by_name(capsys, monkeypatch, log:
 
 def test_an_unknown_request_is_an_error(capsys, monkeypatch, log: Path) -> None:
     assert "has no request 'r999'" in failing(capsys, monkeypatch, log, "r999")
+
+
+def test_a_window_in_which_nothing_happened_is_an_error(capsys, monkeypatch, tmp_path: Path) -> None:
+    from octavo.report.replay_data import ReplayReport, write_json
+    from tests.report.replaying import outcome
+
+    path = tmp_path / "run.json"
+    write_json(path, ReplayReport("a title", "a command", "a trace", "m", "d", "paged", (outcome("paged"),)))
+    assert "nothing from 1e+09 s to the end" in failing(capsys, monkeypatch, path, "--from", "1e9")

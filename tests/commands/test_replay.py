@@ -203,3 +203,8 @@ def test_no_strategy_passes_the_bound_beside_it(capsys, monkeypatch, trace: Path
     assert octavo(monkeypatch, "replay", trace, *few) == 0
     for outcome in json.loads(capsys.readouterr().out)["outcomes"]:
         assert outcome["running_mean"] <= outcome["bounds"]["running_mean"] + 1e-9
+
+
+def test_a_closed_loop_has_no_rate(capsys, monkeypatch, trace: Path) -> None:
+    assert octavo(monkeypatch, "replay", trace, *MODEL, "--concurrency", 4, "--rate", 3) == 1
+    assert "concurrency and rate are both given" in capsys.readouterr().err

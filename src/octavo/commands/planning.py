@@ -123,6 +123,8 @@ def replay_options(options: Mapping[str, Any], slo: SLO | None, *, keep: bool) -
     for name in ("concurrency", "max_tokens"):
         if (value := options.get(name)) is not None and value < 1:
             raise OctavoError(f"{name} is {value}; it must be at least 1.")
+    if options.get("concurrency") is not None and options.get("rate") is not None:
+        raise OctavoError("concurrency and rate are both given: a closed loop has no rate of its own; leave one out.")
     return ReplayOptions(
         slo=slo,
         max_tokens=options["max_tokens"],

@@ -89,6 +89,7 @@ def explain_log(path: str | Path, question: Question = WHOLE) -> Explanation:
     if question.request is not None and asked is None:
         raise _unknown(str(path), question.request, watch.lives.nearest(), watch.lives.requests)
     stretches = watch.seconds.stretches()
+    _require_some(path, question, stretches)
     return Explanation(
         source=str(path),
         kind="log",
@@ -147,6 +148,7 @@ def explain_run(path: str | Path, question: Question = WHOLE) -> Explanation:
             hint = f" Of {outcome.requests:,} requests the report keeps the lives of {len(ids):,}."
             raise _unknown(str(path), question.request, ids[:NEAREST], len(ids), hint)
     whole = question.start is None and question.end is None
+    _require_some(path, question, stretches)
     return Explanation(
         source=str(path),
         kind="run",
@@ -196,6 +198,14 @@ def _stretches(timeline: Timeline | None) -> tuple[Stretch, ...]:
         )
         for i, (start, end) in enumerate(edges)
     )
+
+
+def _require_some(path: str | Path, question: Question, stretches: tuple[Stretch, ...]) -> None:
+    """Nothing can be said about a window in which nothing happened."""
+    if not stretches and (question.start is not None or question.end is not None):
+        start = "the start" if question.start is None else f"{question.start:g} s"
+        end = "the end" if question.end is None else f"{question.end:g} s"
+        raise ExplainError(f"{path} has nothing from {start} to {end}; choose another --from and --to.")
 
 
 def _windowed(stretches: tuple[Stretch, ...], question: Question) -> tuple[Stretch, ...]:
