@@ -323,3 +323,17 @@ def test_a_preempted_one_is_counted_under_its_own_cause() -> None:
         b.step()
     told = Counter(b.why(r).cause.value for r in b.of_preempted())
     assert b.scheduler.waiting_by_cause() == told
+
+
+def test_one_who_takes_the_place_of_one_who_gave_up_is_offered_memory_at_once() -> None:
+    """As many wait as before, and nothing was given back: the one who came has not been asked for yet."""
+    b = Bench(pages=12, block=4, config=dict(max_model_len=64, admission="prompt"))
+    b.add(24, 20)
+    b.step()
+    large = b.add(40, 4)
+    b.step()
+    assert b.why(large).cause is Cause.FULL
+    b.scheduler.abort(large, b.clock.now())
+    small = b.add(4, 2)
+    b.step()
+    assert b.runs(small)

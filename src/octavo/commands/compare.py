@@ -10,6 +10,7 @@ import typer
 
 from octavo.commands import options
 from octavo.commands.outputs import make_folder, same, try_writing
+from octavo.commands.planning import strategies_named
 
 if TYPE_CHECKING:
     from octavo.report.comparison import Comparison
@@ -44,7 +45,7 @@ def compare(
     from octavo.config import EngineConfig, parse_bytes
     from octavo.planner.workload import read_workload, scale
 
-    names = _names(strategies)
+    names = strategies_named(strategies, "strategies")
     _check_outputs(report, workload, log, names)
     items = scale(read_workload(workload), lengths=length_scale, time=time_scale, limit=requests)
     config = EngineConfig(
@@ -95,21 +96,6 @@ def _source(count: int, workload: Path, length_scale: float, time_scale: float) 
     scaled = f", lengths times {length_scale:g}" if length_scale != 1 else ""
     scaled += f", arrival times times {time_scale:g}" if time_scale != 1 else ""
     return f"{count} requests of {workload.name}{scaled}"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    from octavo.errors import OctavoError
-    from octavo.kv.strategies import STRATEGIES
-
-    if text.strip() == "all":
-        return STRATEGIES
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in STRATEGIES:
-            raise OctavoError(f"strategies names {name!r}; choose from {', '.join(STRATEGIES)}, or all.")
-        if names.count(name) > 1:
-            raise OctavoError(f"strategies names {name!r} {names.count(name)} times; name each one once.")
-    return names
 
 
 def _check_outputs(report: Path, workload: Path, log: Path | None, names: tuple[str, ...]) -> None:

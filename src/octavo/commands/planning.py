@@ -83,8 +83,8 @@ def _window(text: str) -> tuple[float, float]:
     return times
 
 
-def strategies_named(text: str) -> tuple[str, ...]:
-    """Strategies by commas, or all. Raises OctavoError naming what is unknown or doubled."""
+def strategies_named(text: str, option: str = "strategy") -> tuple[str, ...]:
+    """Strategies by commas, or all. Raises OctavoError naming the option and what is unknown or doubled."""
     from octavo.errors import OctavoError
     from octavo.kv.strategies import STRATEGIES
 
@@ -93,9 +93,9 @@ def strategies_named(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in STRATEGIES:
-            raise OctavoError(f"strategy names {name!r}; choose from {', '.join(STRATEGIES)}, or all.")
+            raise OctavoError(f"{option} names {name!r}; choose from {', '.join(STRATEGIES)}, or all.")
         if names.count(name) > 1:
-            raise OctavoError(f"strategy names {name!r} {names.count(name)} times; name each one once.")
+            raise OctavoError(f"{option} names {name!r} {names.count(name)} times; name each one once.")
     return names
 
 

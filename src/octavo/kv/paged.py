@@ -101,9 +101,7 @@ class Paged:
     def _lacking(self, held: _Held, upto: int) -> int:
         """Blocks that a sequence which holds some must take to hold `upto` tokens."""
         tables = held.view.tables
-        take = 0
-        if held.computed // self.block_size < len(tables[0]):
-            take = len(self._to_copy(held, upto))
+        take = len(self._to_copy(held, upto))
         if not self.windowed:
             return take + max(0, -(-upto // self.block_size) - len(tables[0])) * len(tables)
         for window, table, trimmed in zip(self._windows, tables, held.trimmed, strict=True):
@@ -164,10 +162,7 @@ class Paged:
         if ask.lookahead:
             held.lookahead = ask.lookahead
             held.firm = max(len(held.view.tables[0]), -(-(ask.upto - ask.lookahead) // self.block_size))
-        copies: tuple[Copy, ...] = ()
-        evicted = 0
-        if held.computed // self.block_size < len(held.view.tables[0]):
-            copies, evicted = self._copy_on_write(held, ask.upto)
+        copies, evicted = self._copy_on_write(held, ask.upto)
         end = -(-ask.upto // self.block_size)
         taken = 0
         for table in held.view.tables:

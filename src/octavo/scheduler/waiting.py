@@ -34,7 +34,7 @@ class WaitingRoom:
         self._barrier: Sequence | None = None  # the one at which the last round stopped
         self._pool: tuple[int, Pool] | None = None  # what charges are computed from, and after which change
         self._relief = -1  # the relief that the last round knew of
-        self._left = 0  # how many it left waiting
+        self._touched = False  # somebody has come or gone since
         self._again: dict[int, int] = {}  # sequence -> plan before which asking again is of no use without relief
         self._causes: Counter[str] | None = None  # how many wait for what, once somebody has asked
 
@@ -48,7 +48,7 @@ class WaitingRoom:
 
     def add(self, seq: Sequence) -> None:
         self._line.add(seq)
-        self._causes = None
+        self._causes, self._touched = None, True
         if seq.request.deadline is not None and seq.admitted_at is None:
             heapq.heappush(self._deadlines, (seq.request.deadline, seq.id, seq))
             if len(self._deadlines) > 2 * len(self._line) + 64:  # forget those that have been admitted or ended
@@ -64,7 +64,7 @@ class WaitingRoom:
 
     def remove(self, seq: Sequence) -> None:
         self._line.remove(seq)
-        self._causes = None
+        self._causes, self._touched = None, True
         self._waits.pop(seq.id, None)
 
     def overdue(self, now: float) -> Iterator[Sequence]:
@@ -119,7 +119,7 @@ class WaitingRoom:
             if wait.cause in (Cause.SLOTS, Cause.BUDGET):
                 self._barrier = seq
                 break
-        self._left = len(self._line)
+        self._touched = False
         self._again = {one: self._again[one] for one in self._waits if one in self._again}
         return admitted
 
@@ -138,11 +138,11 @@ class WaitingRoom:
 
     @property
     def hopeless(self) -> int:
-        """How many rounds from now on would end as the last one did: nobody has come, nothing has happened that could
-        help, and nobody waits for room in a step."""
+        """How many rounds from now on would end as the last one did: nobody has come or gone, nothing has happened that
+        could help, and nobody waits for room in a step."""
         if not self._line:
             return _FOR_EVER
-        if len(self._line) != self._left or self._residents.relief != self._relief:
+        if self._touched or self._residents.relief != self._relief:
             return 0
         if self._deadlines or self._kv.windowed or self._cause_of_unseen() is Cause.BUDGET:
             return 0
