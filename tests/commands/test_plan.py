@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from octavo.cli import main
 from octavo.commands import replay as replay_command
 from octavo.planner.deployment import Deployment, resolve
 from octavo.planner.search.knobs import knobs_for
 from octavo.planner.traces.api import TraceRequest
+from tests.commands.calling import octavo
 
 SMALL = ("--model", "llama-3.1-8b", "--gpu", "H100 SXM 80GB", "--num-blocks", 200, "--max-model-len", 2048)
 SLO = ("--slo", "ttft<1s@p95,tpot<60ms@p95")
 QUICK = ("--seeds", 2, "--workers", 1)
-
-
-def octavo(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run the command line; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["octavo", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
 
 
 @pytest.fixture

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from octavo.cli import main
 from octavo.kv.strategies import STRATEGIES
+from tests.commands.calling import octavo
 
 MODEL = ("--model", "llama-3.1-8b", "--gpu", "H100 SXM 80GB", "--num-blocks", 300, "--max-model-len", 2048)
-
-
-def octavo(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run the command line; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["octavo", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
 
 
 @pytest.fixture
