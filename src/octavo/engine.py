@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from numbers import Integral
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from octavo.clock import Clock
 from octavo.kv.api import Ledger
 from octavo.outputs import RequestOutput
 from octavo.pacing import Pacer
-from octavo.runner.api import Runner, StepPlan, StepResult
+from octavo.runner.api import Runner, StepPlan, StepResult, TokenLogprobs
 from octavo.scheduler.explain import Wait
 from octavo.scheduler.scheduler import Progress, Scheduler
 from octavo.text import LiveRequest, TextCodec
 from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence, Status, check_ids
+
+if TYPE_CHECKING:
+    from octavo.runner.structure import Structures
 
 
 class Watcher(Protocol):
@@ -45,12 +48,15 @@ class Engine:
         watchers: Seq[Watcher] = (),
         check: bool = False,
         itl_target: float | None = None,
+        structures: Structures | None = None,
     ) -> None:
-        """`itl_target`: seconds that a running stream should wait for its next token at most; see `pacing`."""
+        """`itl_target`: seconds that a running stream should wait for its next token at most; see `pacing`.
+        `structures`: the runner's; without them no answer can be given one."""
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
         self.codec = codec
+        self.structures = structures
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._watchers = tuple(watchers)
@@ -81,7 +87,8 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         tokens = self._encode(prompt)
         now = self.clock.now()
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        goes_on = params.ignore_eos and params.structure is None  # a complete structure ends all the same
+        stops = frozenset(params.stop_token_ids) | (frozenset() if goes_on else self._eos_ids)
         request = Request(
             id=request_id if request_id is not None else self._new_id(),
             prompt=tokens,
@@ -98,9 +105,18 @@ class Engine:
             check_ids(request, self._vocab_size)
         if params.stop and self.codec is None:
             raise RequestError("stop strings need a model with a tokenizer; use stop_token_ids.", field="stop")
+        if params.structure is not None:
+            self._structures().compile(params.structure)
         seqs = self.scheduler.submit(request, now)
+        if params.structure is not None:
+            self._structures().begin(seqs)
         self._live[request.id] = LiveRequest(request, text, seqs, self.codec)
         return request.id
+
+    def _structures(self) -> Structures:
+        if self.structures is None:
+            raise RequestError("structured output needs a model with a tokenizer; leave it out.", field="structure")
+        return self.structures
 
     def _new_id(self) -> str:
         while True:
@@ -131,17 +147,22 @@ class Engine:
         """One step; returns the requests that moved, with the text that came."""
         start = self.clock.now()
         plan = self.scheduler.plan(start, self._prompt_budget())
+        failed: list[RequestOutput] = []
         try:
             result = self.runner.run(plan) if not plan.empty else StepResult(())
         except Exception as error:
-            return self._failed(plan, error)
+            if not plan.work:
+                raise
+            if plan.copies:  # they may have run or not: the step is lost to everybody in it
+                return self._failed(plan, error)
+            result, failed = self._apart(plan, error)
         now = self.clock.now()
         if self._pacer is not None and plan.work:
             decode = plan.decode_tokens
             self._pacer.learn(plan.tokens - decode, decode, now - start)
         result = self._cut(plan, result)
         progress = self.scheduler.settle(plan, result, now, self._on_written if self._watchers else None)
-        outputs = self._collect(plan, progress, result, now)
+        outputs = failed + self._collect(plan, progress, result, now)
         for watcher in self._watchers:
             watcher.on_step(self.scheduler, plan, progress, start, now)
         if self._check:
@@ -193,10 +214,33 @@ class Engine:
                 del self._live[request_id]
         return outputs
 
+    def _apart(self, plan: StepPlan, error: Exception) -> tuple[StepResult, list[RequestOutput]]:
+        """The runner could not run the step: run its requests one by one, so that only whoever is to blame ends with
+        the error."""
+        groups: dict[str, list[int]] = {}
+        for i, work in enumerate(plan.work):
+            groups.setdefault(work.seq.request.id, []).append(i)
+        tokens: list[tuple[int, ...]] = [()] * len(plan.work)
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        outputs: list[RequestOutput] = []
+        for indices in groups.values():
+            part = replace(plan, work=tuple(plan.work[i] for i in indices))
+            try:
+                if len(groups) == 1:
+                    raise error
+                result = self.runner.run(part)
+            except Exception as own:
+                outputs += self._failed(part, own)
+                continue
+            for i, drawn in zip(indices, result.tokens, strict=True):
+                tokens[i] = drawn
+            logprobs |= result.logprobs
+            prompt_logprobs |= result.prompt_logprobs
+        return StepResult(tuple(tokens), logprobs, prompt_logprobs), outputs
+
     def _failed(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
-        """The runner could not run the step: its requests end with the error, all others go on."""
-        if not plan.work:
-            raise error
+        """The requests of `plan` end with the error."""
         now = self.clock.now()
         for seq in self.scheduler.fail(plan, now):
             self._ended(seq, FinishReason.ERROR, now)

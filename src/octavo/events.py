@@ -63,9 +63,10 @@ class PlanBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """The runner could not run the step: its sequences end with an error."""
+    """The runner could not run these sequences' part of the step: their requests end with an error."""
 
     now: float
+    seqs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

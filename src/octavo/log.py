@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,9 +16,9 @@ from octavo.kv.strategies import make_manager
 from octavo.runner.api import StepPlan, StepResult
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
-from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence
+from octavo.types import FinishReason, Request, RequestError, SamplingParams, Sequence, Structure
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,8 @@ class Replayer:
         elif kind == "PlanBegan":
             self._plan = self._scheduler.plan(record["now"], record["budget"])
         elif kind == "Failed" and self._plan is not None:
-            self._scheduler.fail(self._plan, record["now"])
+            lost = tuple(work for work in self._plan.work if work.seq.id in record["seqs"])
+            self._scheduler.fail(replace(self._plan, work=lost), record["now"])
         elif kind == "PreemptAsked":
             self._scheduler.preempt(record["request"], record["now"])
         elif kind == "CacheReset":
@@ -210,6 +211,8 @@ class Replayer:
         fields_ = dict(record["request"])
         params = dict(fields_.pop("params"))
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        if params.get("structure"):
+            params["structure"] = Structure(**params["structure"])
         request = Request(
             **{
                 **fields_,

@@ -36,7 +36,9 @@ class _Sample:
         self._detokenizer = codec and Detokenizer(
             codec, seq.request.prompt, skip_special_tokens=params.skip_special_tokens
         )
-        self._stops = StopChecker(params.stop, include=params.include_stop_str_in_output)
+        include = params.include_stop_str_in_output
+        self._stops = StopChecker(params.stop, include=include) if params.stop else None
+        self.total = 0.0  # of the chosen tokens' logprobs
 
     def add(self, token: int, *, ends: bool) -> bool:
         """Take one token; True if a stop string is complete. `ends`: it is the stop token, which shows no text."""
@@ -49,7 +51,7 @@ class _Sample:
         """How many of `tokens`, which may come next, come before a stop string is complete, with the one that
         completes it; changes nothing."""
         params = self.seq.request.params
-        if self._detokenizer is None or not params.stop:
+        if self._detokenizer is None or self._stops is None:
             return len(tokens)
         detokenizer, stops = self._detokenizer.twin(), copy(self._stops)
         for count, token in enumerate(tokens, 1):
@@ -61,7 +63,7 @@ class _Sample:
         return len(tokens)
 
     def _emit(self, piece: str) -> bool:
-        if self._tokens <= self.seq.request.params.min_tokens > 0:
+        if self._stops is None or self._tokens <= self.seq.request.params.min_tokens > 0:
             self._show(piece)  # before min_tokens a stop string has no effect: its text passes through
             return False
         stopped = self._stops.feed(piece)
@@ -78,7 +80,8 @@ class _Sample:
         if self.stop_reason is None and self._detokenizer is not None:
             self._emit(self._detokenizer.flush())
         if self.stop_reason is None:
-            self._show(self._stops.flush())
+            if self._stops is not None:
+                self._show(self._stops.flush())
             self.stop_reason = self.seq.stop_match
             self.reason = self.seq.finish_reason
         else:
@@ -111,12 +114,14 @@ class LiveRequest:
             if seq.index == 0:
                 self._token_times.append(now)
             if sample.logprobs is not None and seq.id in result.logprobs:
-                sample.logprobs.append(result.logprobs[seq.id][item.nth])
+                chosen = result.logprobs[seq.id][item.nth]
+                sample.logprobs.append(chosen)
+                sample.total += chosen.logprob
             matched = sample.add(item.token, ends=item.finished is FinishReason.STOP)
         if matched or item.finished is not None:
             sample.end()
-        if all(other.reason is not None for other in self._samples.values()):
-            self._finished = now
+            if all(other.reason is not None for other in self._samples.values()):
+                self._finished = now
         return matched
 
     def close(self, now: float) -> None:
@@ -135,17 +140,23 @@ class LiveRequest:
 
     def output(self, error: str | None = None) -> RequestOutput:
         """The request as of now; clears the deltas."""
-        outputs = tuple(self._completion(sample) for sample in self._samples.values())
-        first = self.seqs[0]
-        generated = sum(seq.generated for seq in self.seqs)
+        first, *others = self.seqs
+        generated, preemptions, drafted = first.generated, first.preemptions, first.drafted
+        accepted, finished = first.drafts_accepted, first.status is Status.FINISHED
+        for seq in others:
+            generated += seq.generated
+            preemptions += seq.preemptions
+            drafted += seq.drafted
+            accepted += seq.drafts_accepted
+            finished &= seq.status is Status.FINISHED
         if error is None and first.stop_match == "deadline":
             error = "the request's deadline passed before there was room for it; nothing was computed"
         return RequestOutput(
             request_id=self.request.id,
             prompt=self._prompt,
             prompt_token_ids=self.request.prompt,
-            outputs=outputs,
-            finished=all(seq.status is Status.FINISHED for seq in self.seqs),
+            outputs=tuple([self._completion(sample) for sample in self._samples.values()]),
+            finished=finished,
             metrics=RequestMetrics(
                 arrival=self.request.arrival,
                 admitted=first.admitted_at,
@@ -153,9 +164,9 @@ class LiveRequest:
                 finished=self._finished,
                 token_times=tuple(self._token_times),
                 cached_tokens=first.reused,
-                preemptions=sum(seq.preemptions for seq in self.seqs),
-                drafted_tokens=sum(seq.drafted for seq in self.seqs),
-                accepted_tokens=sum(seq.drafts_accepted for seq in self.seqs),
+                preemptions=preemptions,
+                drafted_tokens=drafted,
+                accepted_tokens=accepted,
             ),
             prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             error=error,
@@ -178,5 +189,5 @@ class LiveRequest:
             finish_reason=sample.reason or seq.finish_reason,
             stop_reason=sample.stop_reason,
             logprobs=None if logprobs is None else tuple(logprobs),
-            cumulative_logprob=None if logprobs is None else sum(lp.logprob for lp in logprobs),
+            cumulative_logprob=None if logprobs is None else sample.total,
         )

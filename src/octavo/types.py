@@ -40,13 +40,37 @@ def _check(ok: bool, field_name: str, value: object, limit: str) -> None:
         raise RequestError(f"{field_name} is {value!r}; it must be {limit}.", field=field_name)
 
 
+STRUCTURES = ("json_object", "json_schema", "regex", "grammar", "choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the whole answer must look like. `kind` is one of STRUCTURES; `text` a JSON schema, a regular expression
+    (Rust's, from the first character to the last), a grammar (Lark, as llguidance writes it) or a JSON list of texts to
+    choose from; nothing for json_object, which is any JSON object."""
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        known = isinstance(self.kind, str) and self.kind in STRUCTURES
+        _check(known, "structure.kind", self.kind, f"one of {', '.join(STRUCTURES)}")
+        _check(isinstance(self.text, str), "structure.text", self.text, "a text")
+        wanted = self.kind != "json_object"
+        limit = f"the {self.kind}" if wanted else "empty: json_object needs none"
+        _check(bool(self.text.strip()) == wanted, "structure.text", self.text, limit)
+        plain = not any("\ud800" <= letter <= "\udfff" for letter in self.text)
+        _check(plain, "structure.text", self.text, "text that UTF-8 can write, without halves of surrogate pairs")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when generation ends. Names and defaults are vLLM's.
 
     `temperature` 0 means greedy. `top_k` 0 or -1 means all tokens. `seed` makes the sample independent of
     its neighbours in the batch; without it the engine draws a fresh seed. `logprobs` and `prompt_logprobs`
-    give the number of alternatives to report (0: only the chosen token).
+    give the number of alternatives to report (0: only the chosen token). An answer with a `structure` ends where that
+    is complete: with `ignore_eos` or before `min_tokens` only once nothing else may follow.
     """
 
     n: int = 1
@@ -68,6 +92,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structure: Structure | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -79,6 +104,7 @@ class SamplingParams:
         for name in _REALS:
             _check(_real(getattr(self, name)), name, getattr(self, name), "a finite number")
         self._check_ranges()
+        _check(isinstance(self.structure, (Structure, type(None))), "structure", self.structure, "a Structure or None")
 
     def _normalise(self) -> None:
         """None and single values as vLLM takes them; stops as tuples, ids as plain integers."""

@@ -76,7 +76,7 @@ def test_unreadable_logs_say_what_is_wrong(tmp_path: Path) -> None:
         read_log(tmp_path / "no.jsonl")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"event": "Planned"}\n')
-    with pytest.raises(LogError, match="is no Octavo log of version 3"):
+    with pytest.raises(LogError, match="is no Octavo log of version 4"):
         read_log(bad)
     bad.write_text("nonsense\n")
     with pytest.raises(LogError, match="line 1: not JSON"):

@@ -92,7 +92,7 @@ def test_a_replays_report_is_explained_as_well(capsys, monkeypatch, tmp_path: Pa
 
 
 def test_a_server_is_named_as_what_a_url_needs(capsys, monkeypatch) -> None:
-    assert "a server is needed" in failing(capsys, monkeypatch, "http://localhost:8000")
+    assert "cannot be asked" in failing(capsys, monkeypatch, "http://127.0.0.1:1")
 
 
 def test_what_is_no_log_and_no_report_is_said(capsys, monkeypatch, tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_what_is_no_log_and_no_report_is_said(capsys, monkeypatch, tmp_path: Pat
     for text, words in (
         ("", "is empty"),
         ("nonsense\n", "line 1: not JSON"),
-        ('{"event": "Planned"}\n', "is no Octavo log of version 3"),
-        ('{"octavo_log": 1}\n', "is no Octavo log of version 3"),
+        ('{"event": "Planned"}\n', "is no Octavo log of version 4"),
+        ('{"octavo_log": 1}\n', "is no Octavo log of version 4"),
         ('{"schema": "octavo.replay/9"}\n', "schema is 'octavo.replay/9'"),
         ('{"runs": [{"summary": {}}]}\n', "is the report of `octavo compare`"),
     ):

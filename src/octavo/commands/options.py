@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -87,3 +89,72 @@ KnownLengths = Annotated[
     bool, typer.Option("--known-lengths", help="The engine is told each answer's length, as benchmark clients do.")
 ]
 WorkerCount = Annotated[int | None, typer.Option("--workers", help="Processes; default: one per core.")]
+
+
+# -- Settings of `octavo serve`: the words for every field of `EngineConfig` and `ServerConfig` ------------------------
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """Help for a setting, and other flags that mean it besides its own name."""
+
+    help: str
+    names: tuple[str, ...] = ()
+
+
+def help_of(option: Any) -> str:
+    """The help of an option or argument above."""
+    return str(get_args(option)[1].help)
+
+
+def _shared(option: Any) -> Wording:
+    """The words of an option above."""
+    info = get_args(option)[1]
+    first = () if info.default is ... else (info.default,)
+    return Wording(help_of(option), tuple(name for name in (*first, *(info.param_decls or ())) if "/" not in name))
+
+
+SETTINGS: Mapping[str, Wording] = {
+    "host": Wording("Address to listen on; 0.0.0.0: all."),
+    "port": Wording("0: one that is free."),
+    "served_model_name": Wording("Name that clients give; may be repeated. Default: MODEL."),
+    "api_keys": Wording("Key that is let in; may be repeated. Others see flags: prefer OCTAVO_API_KEY or the file."),
+    "max_body_bytes": Wording("Largest request body, e.g. 8MiB."),
+    "max_queue_seconds": Wording("A request not admitted after so long gets 503. Default: it waits."),
+    "cors_origins": Wording("Origin whose pages may call the server; may be repeated."),
+    "vllm_metrics": Wording("Figures also under vLLM's names."),
+    "metrics_compat": Wording("And under vLLM's older names."),
+    "access_log": Wording("One JSON line per request on stderr."),
+    "otlp_endpoint": Wording("Where OpenTelemetry traces go, e.g. http://localhost:4318."),
+    "drain_seconds": Wording("How long running requests may go on after SIGTERM."),
+    "stall_seconds": Wording("Unhealthy when no step ran for so long with work waiting."),
+    "max_unread_tokens": Wording("Tokens kept for a client that does not read; then its request is aborted."),
+    "page": Wording("The page at /."),
+    "chat_template": Wording("File with a Jinja template instead of the model's."),
+    "tool_parser": Wording("How the model writes tool calls: auto, hermes, llama3 or none."),
+    "kv_strategy": _shared(KVStrategy),
+    "block_size": _shared(BlockSize),
+    "dtype": _shared(Dtype),
+    "device": _shared(Device),
+    "weights": _shared(Weights),
+    "implementation": _shared(Implementation),
+    "kv_dtype": _shared(KVDtype),
+    "kv_memory": _shared(KVMemory),
+    "memory_utilization": Wording("Share of the device's memory to use.", ("--gpu-memory-utilization",)),
+    "max_model_len": _shared(MaxModelLen),
+    "max_num_seqs": Wording("Most sequences that run at once."),
+    "max_num_batched_tokens": _shared(MaxBatchedTokens),
+    "enable_prefix_caching": _shared(PrefixCaching),
+    "admission": _shared(Admission),
+    "victims": _shared(Victims),
+    "max_preemptions": Wording("After so many a sequence is protected."),
+    "max_skips": _shared(MaxSkips),
+    "order": Wording("Who goes first: fcfs, priority or fair (shares by tenant)."),
+    "max_queue": Wording("Most sequences that may wait; more get 429."),
+    "max_queued_tokens": Wording("Most prompt tokens that may wait; more get 429."),
+    "quotas": Wording("Most KV blocks of tenants, e.g. alice=40,bob=20."),
+    "tenant_weights": Wording("Parts of tenants where the order is fair, e.g. alice=2,bob=1."),
+    "speculative_tokens": _shared(SpeculativeTokens),
+    "speculative_limit": Wording("Most tokens of a step that drafts."),
+    "itl_target": _shared(ItlTarget),
+    "seed": Wording("Makes requests without a seed repeatable."),
+    "check": Wording("Verify every invariant after each step: slow, for hunting bugs."),
+}

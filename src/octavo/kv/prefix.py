@@ -120,9 +120,9 @@ class KeyChain:
 class Miss:
     """Why the prefix cache did not serve more of a prompt.
 
-    `matched` tokens were served as whole blocks. After them, the most similar cached continuation shares `partial`
-    further tokens (less than a block) and then has `there` where this prompt has `here`, at `position`.
-    `position` is None when nothing cached continues from there at all.
+    `matched` tokens were served as whole blocks. After them, the most similar one of the latest cached continuations
+    shares `partial` further tokens (less than a block) and then has `there` where this prompt has `here`, at
+    `position`, which is None when nothing cached continues from there at all.
     """
 
     matched: int
@@ -161,6 +161,9 @@ def _blocks(buckets: _Buckets, digest: Hashable) -> Iterable[int]:
     if there is None:
         return ()
     return (there,) if isinstance(there, int) else there
+
+
+_COMPARED = 256  # cached continuations that an explanation looks at, the latest ones: thousands may begin alike
 
 
 class PrefixIndex:
@@ -228,7 +231,8 @@ class PrefixIndex:
         wanted = keys[served].tokens if served < len(keys) else tail
         parent = keys[served - 1] if served else chain.root
         best = Miss(matched)
-        for block in _blocks(self._children, parent.digest):
+        continuations = tuple(_blocks(self._children, parent.digest))[-_COMPARED:]
+        for block in continuations:
             other = self._keys[block]
             if block in own or other.parent is None or not other.parent.same(parent):
                 continue

@@ -5,6 +5,7 @@ It is made when text is first needed: requests of token ids that want no text do
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +45,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self.hf, "chat_template", None))
+
+    @property
+    def chat_template(self) -> str:
+        """The program that writes conversations, or all of them if there are several; "" if there is none."""
+        template = getattr(self.hf, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    def use_chat_template(self, template: str) -> None:
+        """Write conversations with this Jinja template from now on."""
+        self.hf.chat_template = template
 
     @property
     def eos_token_id(self) -> int | None:
@@ -114,6 +125,10 @@ class LateTokenizer(Tokenizer):
         self._eos, self._chats = eos_token_id, has_chat_template
         super().__init__(None)
 
+    def use_chat_template(self, template: str) -> None:
+        super().use_chat_template(template)
+        self._chats = True
+
     @property
     def hf(self) -> Any:
         if self._hf is None:
@@ -149,7 +164,8 @@ class LateTokenizer(Tokenizer):
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """The conversation with every content as one text. Raises RequestError naming the message and its field."""
+    """The conversation with every content as one text and the arguments of tool calls as objects, as templates want
+    them. An assistant that calls tools need not say anything. Raises RequestError naming the message and its field."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise _bad("messages", messages, 'a list of at least one {"role": …, "content": …}')
     checked = []
@@ -159,7 +175,33 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise _bad(f"messages[{i}].role", role, "a text such as user, assistant or system")
-        checked.append({**message, "content": _content(message.get("content"), f"messages[{i}].content")})
+        fields = dict(message)
+        if fields.get("tool_calls") is None:
+            fields.pop("tool_calls", None)
+        elif role == "assistant":
+            fields["tool_calls"] = _tool_calls(fields["tool_calls"], f"messages[{i}].tool_calls")
+            fields["content"] = fields.get("content") or ""
+        checked.append({**fields, "content": _content(fields.get("content"), f"messages[{i}].content")})
+    return checked
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Tool calls of an earlier answer, in OpenAI's shape. Templates write arguments as JSON: they want the object."""
+    if not isinstance(calls, (list, tuple)) or not calls:
+        raise _bad(where, calls, "a list of at least one call")
+    checked = []
+    for j, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise _bad(f"{where}[{j}]", call, 'like {"type": "function", "function": {"name": …, "arguments": …}}')
+        arguments = function.get("arguments", "{}")
+        try:
+            value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, Mapping):
+            raise _bad(f"{where}[{j}].function.arguments", arguments, "a JSON object as text")
+        checked.append({**call, "function": {**function, "arguments": dict(value)}})
     return checked
 
 

@@ -20,6 +20,7 @@ from octavo.runner.drawing import draw, flat_tokens, rows_to_sample
 from octavo.runner.profile import StepProfile
 from octavo.runner.sampler import Draw, Sampler, describe
 from octavo.runner.store import KVStore
+from octavo.runner.structure import Structures
 from octavo.types import Sequence
 
 
@@ -35,6 +36,7 @@ class NativeRunner:
         *,
         kv_dtype: torch.dtype,
         seed: int | None = None,
+        structures: Structures | None = None,
     ) -> None:
         """`layers`: KV shapes as the cache stores them, `kv_dtype`: of its elements."""
         library = calls.kernels()
@@ -42,7 +44,7 @@ class NativeRunner:
         self._handle = library.handle
         self.model, self.layout = model, layout
         self.store = KVStore(layers, layout, num_blocks, dtype=kv_dtype, device=torch.device("cpu"))
-        self.sampler = Sampler(seed)
+        self.sampler = Sampler(seed, structures)
         self.profile: StepProfile | None = None
         self._layers = _placed(model, layers, layout, self.store)
         self._model = calls.Model.from_buffer_copy(model.model)
@@ -87,7 +89,7 @@ class NativeRunner:
         return StepResult(tokens, logprobs, prompt_logprobs)
 
     def forget(self, seq: Sequence) -> None:
-        """Drop the seed kept for a sequence without one."""
+        """Drop what is kept for the sequence: the seed of one without, how far its structure was read."""
         self.sampler.forget(seq)
 
     def scratch_bytes(self, tokens: int, seqs: int, rows: int) -> int:

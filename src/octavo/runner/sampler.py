@@ -1,20 +1,24 @@
 """From logits to tokens: penalties, filters, seeded draws, log probabilities.
 
-Order (vLLM's): min_tokens mask, logit bias, penalties; temperature; min-p, top-k, top-p; draw. Log probabilities are
-those of the raw logits. Nothing is remembered between steps except the seed of an unseeded sequence: penalties are
-recomputed from the tokens, and the random number of generated token i is a pure function of (seed, i), so batch mix,
-preemption and recomputation cannot change a draw.
+Order (vLLM's): min_tokens mask, logit bias, penalties; structure; temperature; min-p, top-k, top-p; draw. Log
+probabilities are those of the raw logits. Nothing is remembered between steps except the seed of an unseeded sequence:
+penalties and what a structure allows follow from the tokens, and the random number of generated token i is a pure
+function of (seed, i), so batch mix, preemption and recomputation cannot change a draw.
 """
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from octavo.errors import OctavoError
 from octavo.runner.api import TokenLogprobs
 from octavo.types import SamplingParams, Sequence, derive_seed
+
+if TYPE_CHECKING:
+    from octavo.runner.structure import Structures
 
 _MASK64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -53,7 +57,7 @@ class Draw(NamedTuple):
 
     @property
     def adjusts(self) -> bool:
-        """Whether a mask, a bias or a penalty changes its logits."""
+        """Whether a mask, a bias, a penalty or a structure changes its logits."""
         p = self.seq.request.params
         return bool(
             p.logit_bias
@@ -61,15 +65,18 @@ class Draw(NamedTuple):
             or p.presence_penalty
             or p.frequency_penalty
             or self.generated < p.min_tokens
+            or p.structure is not None
         )
 
 
 class Sampler:
     """Draws tokens. Holds the seeds of unseeded sequences until they are forgotten."""
 
-    def __init__(self, seed: int | None = None) -> None:
-        """`seed` makes sequences without a seed reproducible, too; None takes theirs from the system."""
+    def __init__(self, seed: int | None = None, structures: Structures | None = None) -> None:
+        """`seed` makes sequences without a seed reproducible, too; None takes theirs from the system. `structures`:
+        without them nobody may ask for one."""
         self._seed = seed
+        self._structures = structures
         self._drawn: dict[int, int] = {}
 
     def seed_for(self, seq: Sequence) -> int:
@@ -84,6 +91,8 @@ class Sampler:
 
     def forget(self, seq: Sequence) -> None:
         self._drawn.pop(seq.id, None)
+        if self._structures is not None:
+            self._structures.forget(seq)
 
     def sample(
         self, logits: torch.Tensor, rows: list[int], draws: list[Draw]
@@ -100,6 +109,8 @@ class Sampler:
         for row, draw in zip(adjusted, draws, strict=True):
             if draw.adjusts:
                 _adjust(row, draw)
+                if draw.seq.request.params.structure is not None:
+                    self._restrict(row, draw)
         random = [i for i, p in enumerate(params) if not p.greedy]
         if len(random) < len(draws):
             tokens = adjusted.argmax(-1)
@@ -111,12 +122,28 @@ class Sampler:
         drawn: list[int] = tokens.tolist()
         return drawn, _report(picked, draws, drawn)
 
+    def _restrict(self, row: torch.Tensor, draw: Draw) -> None:
+        """Leave only the tokens of the draw's logits [vocabulary] that its structure allows, in place.
+
+        What would end the answer too early waits for as long as there is anything else to say.
+        """
+        if self._structures is None:
+            raise OctavoError("the runner has no structures; build it with those of its model.")
+        seq, params = draw.seq, draw.seq.request.params
+        allowed = self._structures.allowed(seq, draw.after)
+        early = seq.request.stop_token_ids if draw.generated < params.min_tokens else ()
+        if ending := sorted({*early, *(self._structures.eos_ids if params.ignore_eos else ())}):
+            others = allowed.copy()
+            others[ending] = False
+            allowed = others if others.any() else allowed
+        row.masked_fill_(torch.from_numpy(~allowed).to(row.device), float("-inf"))
+
 
 def _adjust(row: torch.Tensor, draw: Draw) -> None:
     """Apply the mask, bias and penalties of one draw to its logits [vocabulary], in place."""
     seq, device = draw.seq, row.device
     p = seq.request.params
-    if draw.generated < p.min_tokens and seq.request.stop_token_ids:
+    if draw.generated < p.min_tokens and seq.request.stop_token_ids and p.structure is None:  # else: `_restrict`
         row[torch.tensor(sorted(seq.request.stop_token_ids), device=device)] = float("-inf")
     if p.logit_bias:
         row[torch.tensor(list(p.logit_bias), device=device)] += torch.tensor(

@@ -25,6 +25,7 @@ from octavo.runner.drawing import draw, flat_positions, flat_tokens, rows_to_sam
 from octavo.runner.quantise import stored_dtype
 from octavo.runner.sampler import Sampler, describe
 from octavo.runner.store import KVStore
+from octavo.runner.structure import Structures
 from octavo.types import Sequence
 
 _HEAD_ROWS = 256  # rows of logits at once: bounds the memory of prompt log probabilities
@@ -46,6 +47,7 @@ class TorchRunner:
         seed: int | None = None,
         backend: Backend | None = None,
         kv_dtype: str = "auto",
+        structures: Structures | None = None,
     ) -> None:
         """Allocate the KV store and hook the model. `seed` makes requests without one reproducible; `layout` must be
         that of the layers in `kv_dtype` (see `EngineConfig`). `backend`: None for the fastest that can serve the model.
@@ -66,7 +68,7 @@ class TorchRunner:
             device=loaded.device,
             token_major=backend.token_major,
         )
-        self.sampler = Sampler(seed)
+        self.sampler = Sampler(seed, structures)
         self._current = Current()
         self._body = getattr(loaded.module, loaded.module.base_model_prefix)
         self._head = _head_of(loaded.module)
@@ -92,7 +94,7 @@ class TorchRunner:
         return StepResult(tokens, logprobs, prompt_logprobs)
 
     def forget(self, seq: Sequence) -> None:
-        """Drop the seed kept for a sequence without one."""
+        """Drop what is kept for the sequence: the seed of one without, how far its structure was read."""
         self.sampler.forget(seq)
 
     def _layer_caches(self) -> dict[int, LayerCache]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from octavo.kv.api import KVManager
 from octavo.scheduler.config import SchedulerConfig
@@ -59,4 +60,45 @@ def check_room(request: Request, ceiling: int, kv: KVManager, config: SchedulerC
             "raise the quota.",
             code="over_quota",
             field="max_tokens",
+        )
+
+
+class Queue(Protocol):
+    """What waits now."""
+
+    @property
+    def places(self) -> int:
+        """Sequences that wait: a request counts all of its n samples."""
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of requests that were never admitted."""
+
+
+def check_queue(request: Request, config: SchedulerConfig, queue: Queue) -> None:
+    """Raises RequestError if the request is more than the queue takes at all, or more than it takes now."""
+    limit, n = config.max_queue, request.params.n
+    if limit is not None and n > limit:
+        raise RequestError(
+            f"n is {n}; at most max_queue ({limit}) sequences may wait; lower n or raise max_queue.", field="n"
+        )
+    most, tokens = config.max_queued_tokens, len(request.prompt)
+    if most is not None and tokens > most:
+        raise RequestError(
+            f"prompt has {tokens} tokens; at most {most} may wait (max_queued_tokens), so it could never be taken in; "
+            "shorten the prompt or raise max_queued_tokens.",
+            code="queue_tokens_full",
+            field="prompt",
+        )
+    if limit is not None and (waiting := queue.places) + n > limit:
+        raise RequestError(
+            f"{waiting} of at most {limit} sequences wait already (max_queue) and this request needs {n} places; "
+            "try again later.",
+            code="queue_full",
+        )
+    if most is not None and queue.queued_tokens + tokens > most:
+        raise RequestError(
+            f"{queue.queued_tokens} of at most {most} prompt tokens wait already (max_queued_tokens) and this request "
+            f"has {tokens}; try again later.",
+            code="queue_tokens_full",
         )

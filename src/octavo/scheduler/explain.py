@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 from typing import NamedTuple
 
 from octavo.kv.api import Quote, Why
@@ -44,6 +45,35 @@ class Holder:
     amount: int
 
 
+class Turn(NamedTuple):
+    """Whose turn it is: `tenant`, which has `had` so many tokens for its weight (generated ones count twice) since
+    tenants began to wait for each other; `own` is the one who waits."""
+
+    tenant: str
+    had: int
+    own: str
+    own_had: int
+
+    def sentence(self) -> str:
+        return (
+            f" of tenant {self.tenant!r}, whose turn it is: it has had {self.had} tokens and {self.own!r} "
+            f"{self.own_had}"
+        )
+
+
+class Part(NamedTuple):
+    """What a tenant holds of `whole` slots or blocks, and what its share of them is."""
+
+    tenant: str
+    holds: int
+    whole: int
+    share: Fraction
+
+    def sentence(self, unit: str) -> str:
+        share = f"{float(self.share):.1f}".removesuffix(".0")
+        return f"; tenant {self.tenant!r} holds {self.holds} of {self.whole} {unit}, its share is {share}"
+
+
 class Wait(NamedTuple):
     """Why one sequence waits. `need`, `have` and `short` count `unit` (blocks, slots or tokens of a step)."""
 
@@ -58,6 +88,8 @@ class Wait(NamedTuple):
     behind_wait: Wait | None = None
     shares_prefix: bool = False  # `behind` computes the very prefix that this one needs
     holders: tuple[Holder, ...] = ()
+    turn: Turn | None = None  # fair share: `behind` is another tenant's
+    part: Part | None = None  # fair share: what its tenant has of what it lacks
 
     def key(self) -> tuple[Cause, str | None]:
         """A wait is told again only when this changes."""
@@ -69,7 +101,7 @@ class Wait(NamedTuple):
             inner = f" ({self.behind_wait.sentence()})" if self.behind_wait else ""
             if self.shares_prefix:
                 inner = ", which is computing the prefix both share"
-            return f"behind {self.behind}{inner}"
+            return f"behind {self.behind}{self.turn.sentence() if self.turn else ''}{inner}"
         if self.cause is Cause.NEXT_STEP:
             return "next step: there is room, it is offered memory in the next step"
         text = f"{self.cause.value}: needs {self.need} {self.unit}, {self.have} available, {self.short} short"
@@ -79,7 +111,7 @@ class Wait(NamedTuple):
             text += f" of the {self.held} held back for requests that already run"
         elif self.cause is Cause.STALLED:
             return f"no step for {self.need} s: the scheduler is not being called"
-        return text + self._unblocks()
+        return text + self._unblocks() + (self.part.sentence(self.unit) if self.part else "")
 
     def _unblocks(self) -> str:
         if not self.holders:

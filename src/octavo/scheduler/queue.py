@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from octavo.types import Sequence
 
@@ -55,3 +55,59 @@ class WaitingQueue:
             yield seq
             if at < len(self._line) and self._line[at][2] is seq:
                 at += 1
+
+
+class TenantLines:
+    """One line for each tenant, first come, first served; `rank` says which tenant's line is in front, the smallest
+    first."""
+
+    def __init__(self, rank: Callable[[str], tuple[int, ...]]) -> None:
+        self._rank = rank
+        self._lines: dict[str, WaitingQueue] = {}
+        self.changes = 0  # how often a tenant came or went
+
+    @property
+    def tenants(self) -> Iterator[str]:
+        return iter(self._lines)
+
+    def of(self, tenant: str) -> WaitingQueue | tuple[()]:
+        return self._lines.get(tenant, ())
+
+    def add(self, seq: Sequence) -> None:
+        tenant = seq.request.tenant
+        if tenant not in self._lines:
+            self._lines[tenant] = WaitingQueue(by_priority=False)
+            self.changes += 1
+        self._lines[tenant].add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Raises ValueError if the sequence does not wait here."""
+        tenant = seq.request.tenant
+        if tenant not in self._lines:
+            raise ValueError(f"sequence {seq.id} is not waiting")
+        line = self._lines[tenant]
+        line.remove(seq)
+        if not line:
+            del self._lines[tenant]
+            self.changes += 1
+
+    def is_before(self, one: Sequence, other: Sequence) -> bool:
+        return (*self._rank(one.request.tenant), one.id) < (*self._rank(other.request.tenant), other.id)
+
+    def passed(self, seq: Sequence) -> None:
+        """A later sequence was admitted before this one."""
+        self._lines[seq.request.tenant].passed(seq)
+
+    def skips(self, seq: Sequence) -> int:
+        return self._lines[seq.request.tenant].skips(seq)
+
+    def first(self) -> Sequence | None:
+        return self._lines[min(self._lines, key=self._rank)].first() if self._lines else None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Tenant by tenant."""
+        for tenant in sorted(self._lines, key=self._rank):
+            yield from self._lines[tenant]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -10,9 +10,11 @@ from octavo import events as ev
 from octavo.kv.api import Ask, Copy, Grant, KVManager, Quote, Why
 from octavo.kv.prefix import BlockKey
 from octavo.scheduler.admission import outstanding
+from octavo.scheduler.claims import Holdings, growth_victim
 from octavo.scheduler.coasting import Coast, Foresight
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.roster import Lengths, Roster
+from octavo.scheduler.shares import Shares
 from octavo.scheduler.victims import ORDERS, choose
 from octavo.types import Sequence, Status
 
@@ -60,7 +62,11 @@ class Residents:
         self.in_flight: dict[Hashable, tuple[BlockKey, Sequence]] = {}  # prompt blocks being computed, and by whom
         self._sink = sink
         self._roster = Roster()
-        self.coast = None if foresight is None else Coast(foresight, self._roster, kv.block_size, self._extend)
+        fair = config.order == "fair"
+        self.shares = Shares(config.tenant_weights, config.max_num_batched_tokens) if fair else None
+        self.coast: Coast | None = None
+        if foresight is not None and self.shares is None:  # whose turn it is changes with every token: nobody coasts
+            self.coast = Coast(foresight, self._roster, kv.block_size, self._extend)
 
     @property
     def awake(self) -> list[Sequence]:
@@ -158,18 +164,25 @@ class Residents:
             rivals: Seq[Sequence] = self.running
             if quote.why is Why.QUOTA:
                 rivals = [other for other in rivals if other.request.tenant == seq.request.tenant]
-            victim = choose(
-                seq,
-                rivals,
-                ORDERS[self.config.victims],
-                self.config.max_preemptions,
-                by_priority=self.config.order == "priority",
-            )
+            victim = self._victim_for(seq, rivals)
             if victim is None:
                 return False
             self.preempt(victim, by=seq)
             if victim is seq:
                 return False
+
+    def _victim_for(self, seq: Sequence, rivals: Seq[Sequence]) -> Sequence | None:
+        config = self.config
+        if self.shares is not None:
+            return growth_victim(seq, rivals, self.holdings(self.shares.contending), self)
+        by_priority = config.order == "priority"
+        return choose(seq, rivals, ORDERS[config.victims], config.max_preemptions, by_priority=by_priority)
+
+    def holdings(self, waiting: Iterable[str]) -> Holdings:
+        """Who holds what now, by tenant; only with fair shares. `waiting`: tenants that count although they may hold
+        nothing."""
+        assert self.shares is not None
+        return Holdings(self, self.shares, frozenset(waiting))
 
     def _extend(self, filled: list[Sequence]) -> bool:
         """One more block for each of these sequences that have filled theirs, if nobody could be refused in this step

@@ -11,10 +11,11 @@ from octavo.kv.api import KVManager, Ledger, longest_length
 from octavo.kv.check import require
 from octavo.kv.prefix import Digest, KeyChain, Miss, blake2b_256, encode_identity
 from octavo.runner.api import NOBODY, Coasting, SeqWork, StepPlan, StepResult
-from octavo.scheduler.accept import ceiling_of, check_room
+from octavo.scheduler.accept import ceiling_of, check_queue, check_room
 from octavo.scheduler.coasting import Foresight
 from octavo.scheduler.config import SchedulerConfig, SchedulerConfigError
 from octavo.scheduler.explain import Cause, Wait
+from octavo.scheduler.fair_room import FairRoom
 from octavo.scheduler.residents import Residents
 from octavo.scheduler.speculation import Speculation
 from octavo.scheduler.waiting import WaitingRoom
@@ -60,7 +61,9 @@ class Scheduler:
         self._digest = digest
         self._chain = chain or self._hashed
         self._residents = Residents(config, kv, sink, foresight)
-        self._waiting = WaitingRoom(self._residents, sink)
+        shares = self._residents.shares
+        self._fair = None if shares is None else FairRoom(self._residents, shares, sink)
+        self._waiting = WaitingRoom(self._residents, sink) if self._fair is None else self._fair
         self._speculation = Speculation(config, self._residents) if config.speculative_tokens else None
         self._next_id = 0
         self._ended_early: list[Progress] = []
@@ -118,20 +121,7 @@ class Scheduler:
             raise RequestError(f"id {request.id!r} belongs to a request that still runs; choose another.", field="id")
         ceiling = ceiling_of(request, self.config.max_model_len, self._longest)
         check_room(request, ceiling, self.kv, self.config, self._longest)
-        limit = self.config.max_queue
-        if limit is not None and request.params.n > limit:
-            raise RequestError(
-                f"n is {request.params.n}; at most max_queue ({limit}) sequences may wait; lower n or raise max_queue.",
-                field="n",
-            )
-        if limit is not None:
-            waiting = self._waiting.places
-            if waiting + request.params.n > limit:
-                raise RequestError(
-                    f"{waiting} of at most {limit} sequences wait already (max_queue) and this request needs "
-                    f"{request.params.n} places; try again later.",
-                    code="queue_full",
-                )
+        check_queue(request, self.config, self._waiting)
         return ceiling
 
     def _sequence(self, request: Request, index: int, ceiling: int, now: float) -> Sequence:
@@ -232,13 +222,21 @@ class Scheduler:
         left = self.config.max_num_batched_tokens - decoding
         if budget is not None and decoding:
             left = min(left, max(budget, self.kv.block_size))
+        if self._fair is not None:
+            self._deal(chunks, left, work, now)
+        else:
+            self._in_order(chunks, left, work, now)
+        if self._speculation is not None:
+            self._speculation.extend(work)
+        return self._planned(now, work)
+
+    def _in_order(self, chunks: list[Sequence], left: int, work: dict[int, SeqWork], now: float) -> None:
+        """Prompt chunks of running sequences, then those who wait, in their order."""
+        residents = self._residents
         for seq in chunks:
             if left > 0:
                 left -= self._chunk(seq, left, work)
-        for seq in residents.outgrown:
-            self._finish(seq, FinishReason.LENGTH)
-            self._ended_early.append(Progress(seq, None, FinishReason.LENGTH))
-        residents.outgrown.clear()
+        self._end_outgrown()
         if residents.victims:  # whoever lost its memory in this step does not compete for it in the same step
             for seq in residents.victims:
                 work.pop(seq.id, None)
@@ -247,9 +245,22 @@ class Scheduler:
             for seq, count in self._waiting.offer(left, now):
                 end = seq.computed + count
                 work[seq.id] = SeqWork(seq, seq.computed, count, seq.draws if end == len(seq.tokens) else ())
-        if self._speculation is not None:
-            self._speculation.extend(work)
-        return self._planned(now, work)
+
+    def _deal(self, chunks: list[Sequence], left: int, work: dict[int, SeqWork], now: float) -> None:
+        """The same under fair share: tenant by tenant, whoever has had least first."""
+        assert self._fair is not None
+        self._end_outgrown()
+        self._fair.deal(chunks, left, now, self._chunk, work)
+        self._end_outgrown()
+        for seq in self._residents.victims:
+            work.pop(seq.id, None)
+        self._requeue_victims()
+
+    def _end_outgrown(self) -> None:
+        for seq in self._residents.outgrown:
+            self._finish(seq, FinishReason.LENGTH)
+            self._ended_early.append(Progress(seq, None, FinishReason.LENGTH))
+        self._residents.outgrown.clear()
 
     def _planned(self, now: float, work: dict[int, SeqWork]) -> StepPlan:
         residents = self._residents
@@ -295,6 +306,8 @@ class Scheduler:
             self.kv.done(plan.copies)
             self._residents.relief += 1
         self._written(plan)
+        if self._fair is not None:
+            self._fair.charge(plan.work, result.tokens)
         coast = self._residents.coast
         if coast is not None:
             coasted = coast.advance()
@@ -366,8 +379,9 @@ class Scheduler:
         self._waiting.moved()
 
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
-        """The runner could not run `plan`: end its requests with an error, leave all others as they are."""
-        self._sink(ev.Failed(plan.index, now))
+        """The runner could not run `plan`, or this part of one: end its requests with an error, leave all others as they
+        are."""
+        self._sink(ev.Failed(plan.index, now, tuple(work.seq.id for work in plan.work)))
         ended = []
         for request_id in dict.fromkeys(work.seq.request.id for work in plan.work):
             for seq in self.requests.get(request_id, ()):

@@ -12,7 +12,7 @@ from octavo.kv.api import Ledger, Quote, Why
 from octavo.kv.prefix import BlockKey
 from octavo.scheduler.admission import CHARGES, Charge, LengthPredictor, Pool
 from octavo.scheduler.explain import MEMORY_CAUSES, Cause, Holder, Wait, from_quote
-from octavo.scheduler.queue import WaitingQueue
+from octavo.scheduler.queue import TenantLines, WaitingQueue
 from octavo.scheduler.residents import Residents
 from octavo.types import Sequence, Status
 
@@ -28,7 +28,8 @@ class WaitingRoom:
         self._config = residents.config
         self._kv = residents.kv
         self._sink = sink
-        self._line = WaitingQueue(by_priority=self._config.order == "priority")
+        self._line = self._make_line()
+        self.queued_tokens = 0  # prompt tokens of those that were never admitted; all samples of a request share them
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._waits: dict[int, Wait] = {}  # of those offered memory in the last round
         self._barrier: Sequence | None = None  # the one at which the last round stopped
@@ -37,6 +38,9 @@ class WaitingRoom:
         self._touched = False  # somebody has come or gone since
         self._again: dict[int, int] = {}  # sequence -> plan before which asking again is of no use without relief
         self._causes: Counter[str] | None = None  # how many wait for what, once somebody has asked
+
+    def _make_line(self) -> WaitingQueue | TenantLines:
+        return WaitingQueue(by_priority=self._config.order == "priority")
 
     def __len__(self) -> int:
         return len(self._line)
@@ -49,6 +53,8 @@ class WaitingRoom:
     def add(self, seq: Sequence) -> None:
         self._line.add(seq)
         self._causes, self._touched = None, True
+        if seq.admitted_at is None:
+            self.queued_tokens += seq.prompt_length
         if seq.request.deadline is not None and seq.admitted_at is None:
             heapq.heappush(self._deadlines, (seq.request.deadline, seq.id, seq))
             if len(self._deadlines) > 2 * len(self._line) + 64:  # forget those that have been admitted or ended
@@ -63,9 +69,14 @@ class WaitingRoom:
             self._waits[seq.id] = from_quote(quote)
 
     def remove(self, seq: Sequence) -> None:
-        self._line.remove(seq)
+        self._leave_line(seq)
         self._causes, self._touched = None, True
         self._waits.pop(seq.id, None)
+
+    def _leave_line(self, seq: Sequence) -> None:
+        self._line.remove(seq)
+        if seq.admitted_at is None:
+            self.queued_tokens -= seq.prompt_length
 
     def overdue(self, now: float) -> Iterator[Sequence]:
         """Those whose deadline passed before they were ever admitted; each is given once."""
@@ -178,6 +189,8 @@ class WaitingRoom:
         key, owner = in_flight.get(keys[reused].digest, (None, None)) if reused < len(keys) else (None, None)
         if key is None or owner is None or not key.same(keys[reused]):
             return None
+        if self._residents.shares is not None and owner.request.tenant != seq.request.tenant:
+            return None  # it may not be that tenant's turn for long
         return Wait(Cause.BEHIND, 0, 0, 0, "blocks", behind=owner.request.id, shares_prefix=True)
 
     def _may_be_in_flight(self, seq: Sequence, keys: Seq[BlockKey]) -> bool:
@@ -218,7 +231,7 @@ class WaitingRoom:
         known = len(seq.tokens)
         count = min(budget, known - gate.reuse)
         grant = self._residents.enter(seq, gate.reuse + count, self._keys(seq))
-        self._line.remove(seq)
+        self._leave_line(seq)
         again = seq.admitted_at is not None
         if not again:
             seq.reused = grant.reused
@@ -296,7 +309,7 @@ class WaitingRoom:
     @property
     def at_rest(self) -> bool:
         """Nothing waits and nothing is remembered of anyone who did."""
-        return not self._line and not self._waits
+        return not self._line and not self._waits and not self.queued_tokens
 
 
 def _pending(seq: Sequence) -> bool:

@@ -1,0 +1,1 @@
+"""`octavo serve`: the engine behind the OpenAI API, and routes that say where memory is and why requests wait."""
