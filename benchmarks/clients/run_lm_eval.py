@@ -20,10 +20,9 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from server_process import octavo_serve, running, work_folder  # noqa: E402
-
 from octavo.llm import LLM  # noqa: E402
 from octavo.types import SamplingParams  # noqa: E402
+from server_process import octavo_serve, running, work_folder  # noqa: E402
 
 TASKS = ("octavo_choices", "octavo_sentences")
 SETTINGS = {"kv_memory": "256MiB"}
@@ -63,7 +62,9 @@ def compare_choices(llm: LLM, logged: Iterable[dict[str, Any]]) -> list[str]:
             context, continuation = call["arg_0"], call["arg_1"]
             whole = tokenizer.encode(context + continuation)
             start = len(tokenizer.encode(context))
-            output = llm.generate([whole], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1), use_tqdm=False)
+            output = llm.generate(
+                [whole], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1), use_tqdm=False
+            )
             given = output[0].prompt_logprobs
             assert given is not None
             expected = sum(entry.logprob for entry in given[start:] if entry is not None)

@@ -23,6 +23,7 @@ from octavo.types import RequestError, SamplingParams, Status
 
 log = logging.getLogger("octavo.engine")
 T = TypeVar("T")
+_LAST_STEP = 5.0  # seconds that the end waits for the step that runs
 _IDLE_PLAN = 0.002  # seconds to wait when a step found nothing that could run
 
 
@@ -138,6 +139,7 @@ class AsyncEngine:
         self._stopping = False
         self._error: BaseException | None = None
         self._moved = time.monotonic()
+        self._computed = 0  # tokens, as of then
         self._busy = False
 
     def start(self) -> None:
@@ -147,11 +149,13 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after the step it is in. Requests that still run end with an error."""
+        """End the thread after the step it is in, unless that hangs. Requests that still run end with an error."""
         self._stopping = True
         self._inbox.put(_nothing)
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, _LAST_STEP)
+            if self._thread.is_alive():
+                log.warning("the last step has not ended within %g s; it is left behind", _LAST_STEP)
         self._fail_all(EngineDead("the server has been stopped."))
 
     # -- asking the engine --------------------------------------------------------------------------------------------
@@ -246,7 +250,9 @@ class AsyncEngine:
 
     def _step(self, engine: Engine) -> None:
         outputs = engine.step()
-        self._moved = time.monotonic()
+        computed = engine.scheduler.totals.computed
+        if outputs or computed != self._computed:  # a step in which nothing happens is no progress
+            self._computed, self._moved = computed, time.monotonic()
         if outputs:
             self._post(self._deliver, outputs)
         elif not engine.scheduler.running:

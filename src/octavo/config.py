@@ -37,7 +37,10 @@ class EngineConfig:
                             computed in chunks that keep to it, if at all possible; None: max_num_batched_tokens alone
                             decides
     check                   verify every invariant after each step: slow, for hunting bugs
-    The others are the scheduler's: see `SchedulerConfig`.
+    order                   `fcfs`, `priority`, or `fair`: tenants share tokens, slots and memory by `tenant_weights`
+                            (not to be taken for `weights`)
+    max_queued_tokens       most prompt tokens that may wait for their first admission; None: no limit
+    The others are the scheduler's, and these in more detail: see `SchedulerConfig`.
     """
 
     model: str

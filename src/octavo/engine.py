@@ -108,9 +108,13 @@ class Engine:
         if params.structure is not None:
             self._structures().compile(params.structure)
         seqs = self.scheduler.submit(request, now)
-        if params.structure is not None:
-            self._structures().begin(seqs)
-        self._live[request.id] = LiveRequest(request, text, seqs, self.codec)
+        try:
+            if params.structure is not None:
+                self._structures().begin(seqs)
+            self._live[request.id] = LiveRequest(request, text, seqs, self.codec)
+        except BaseException:
+            self.scheduler.abort(request.id, now)
+            raise
         return request.id
 
     def _structures(self) -> Structures:
@@ -197,22 +201,39 @@ class Engine:
                 values = result.prompt_logprobs[work.seq.id]
                 self._live[work.seq.request.id].take_prompt_logprobs(work.start, values)
         moved: dict[str, LiveRequest] = {}
+        outputs = []
         for item in progress:
-            live = self._live[item.seq.request.id]
+            live = self._live.get(item.seq.request.id)
+            if live is None:
+                continue  # its text could not be made: it ended with another of its samples
             moved[item.seq.request.id] = live
-            matched = live.advance(item, result, now)
+            try:
+                matched = live.advance(item, result, now)
+            except Exception as error:  # tokenizers are other people's code
+                outputs.append(self._unwritable(moved.pop(item.seq.request.id), error, now))
+                continue
             if matched and item.seq.status is not Status.FINISHED:
                 self.scheduler.stop(item.seq, FinishReason.STOP, now)
                 self._ended(item.seq, FinishReason.STOP, now)
             elif item.finished is not None:
                 self.runner.forget(item.seq)
-        outputs = []
         for request_id, live in moved.items():
             output = live.output()
             outputs.append(output)
             if output.finished:
                 del self._live[request_id]
         return outputs
+
+    def _unwritable(self, live: LiveRequest, error: Exception, now: float) -> RequestOutput:
+        """The tokens of a request could not be made text: it ends with the error, alone."""
+        del self._live[live.request.id]
+        for seq in live.seqs:
+            if seq.status is not Status.FINISHED:
+                self.scheduler.stop(seq, FinishReason.ERROR, now)
+                self._ended(seq, FinishReason.ERROR, now)
+            else:
+                self.runner.forget(seq)
+        return live.output(error=f"the answer could not be written: {type(error).__name__}: {error}")
 
     def _apart(self, plan: StepPlan, error: Exception) -> tuple[StepResult, list[RequestOutput]]:
         """The runner could not run the step: run its requests one by one, so that only whoever is to blame ends with

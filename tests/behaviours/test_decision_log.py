@@ -6,19 +6,22 @@ import contextlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from octavo.events import Preempted
 from octavo.kv.strategies import STRATEGIES
 from octavo.log import LogError, LogHeader, LogWriter, read_log, replay
 from octavo.types import RequestError
 from tests.simulation import Bench
 
 
-def record(path: Path, strategy: str) -> Bench:
+def record(path: Path, strategy: str, **settings: Any) -> Bench:
     """A busy little life: preemptions, forks, aborts, refusals, deadlines, cache resets, stops from outside, drafts,
     steps with a budget."""
     config = {"admission": "prompt", "max_num_batched_tokens": 16, "max_model_len": 96, "speculative_tokens": 4}
+    config |= settings
     bench = Bench(strategy, pages=30, config=config, token=lambda seq: len(seq.tokens) % (3 + len(seq.tokens) // 20))
     header = LogHeader(strategy, 30, 4, (None,), True, bench.scheduler.config)
     writer = LogWriter(path, header)
@@ -30,7 +33,8 @@ def record(path: Path, strategy: str) -> Bench:
             prompt = [rng.randint(0, 3) for _ in range(rng.randint(1, 40))]
             deadline = bench.clock.now() + 0.05 if rng.random() < 0.2 else None
             with contextlib.suppress(RequestError):  # a refusal is an event like any other
-                bench.add(prompt, rng.choice((1, 9, 30, 200)), n=rng.choice((1, 2)), seed=step, deadline=deadline)
+                params = dict(n=rng.choice((1, 2)), seed=step, deadline=deadline, tenant="abb"[step % 3])
+                bench.add(prompt, rng.choice((1, 9, 30, 200)), **params)
         live = sorted(bench.scheduler.requests)
         if live and rng.random() < 0.05:
             bench.scheduler.abort(rng.choice(live), bench.clock.now())
@@ -51,6 +55,17 @@ def record(path: Path, strategy: str) -> Bench:
 def test_log_replays_to_identical_decisions(tmp_path: Path, strategy: str, suffix: str) -> None:
     path = tmp_path / f"log{suffix}"
     bench = record(path, strategy)
+    outcome = replay(path)
+    assert outcome.difference is None
+    assert outcome.events == len(bench.events) > 1000
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fair_share_replays_to_identical_decisions(tmp_path: Path, strategy: str) -> None:
+    path = tmp_path / "log.jsonl"
+    weights = {"a": 0.3, "b": 1}
+    bench = record(path, strategy, order="fair", tenant_weights=weights, max_num_seqs=4, max_queued_tokens=200)
+    assert bench.of(Preempted)
     outcome = replay(path)
     assert outcome.difference is None
     assert outcome.events == len(bench.events) > 1000

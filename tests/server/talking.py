@@ -7,15 +7,34 @@ import asyncio
 import json
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from octavo.runner.api import StepPlan, StepResult
+from octavo.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.types import Sequence
 from tests.server.serving import ScriptedRunner, Serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES: dict[str, type[Body]] = {
+    COMPLETIONS: CompletionBody,
+    CHAT: ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
+    CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [5]},
+}
+ASK: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Hi. ABC"},
+    CHAT: {"messages": [{"role": "user", "content": "Hi. ABC"}]},
+}
+JSON = {"Content-Type": "application/json"}
 PAGE = 2 * 2 * 16 * 2 * 4 * 16  # bytes of a block of the tiny model: layers, heads, head_dim, K and V, float32, tokens
 
 
@@ -133,6 +152,53 @@ def plain(one: Serving, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def text_of(choice: dict[str, Any]) -> str:
+    """Of a choice or of a chunk's choice."""
+    if "text" in choice:
+        return str(choice["text"])
+    return str(choice.get("message", choice.get("delta", {})).get("content") or "")
+
+
+class Joined:
+    """A stream put together: per choice its text, tokens, logprobs and end."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self.usage = chunks[-1].get("usage")
+        self.texts: dict[int, str] = defaultdict(str)
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[Any]] = defaultdict(list)
+        self.ends: dict[int, list[tuple[str, Any]]] = defaultdict(list)
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                i = choice["index"]
+                self.texts[i] += text_of(choice)
+                self.tokens[i] += choice.get("token_ids") or []
+                if choice["logprobs"] is not None:
+                    self.logprobs[i] += choice["logprobs"].get("content") or choice["logprobs"].get("tokens") or []
+                if choice["finish_reason"] is not None:
+                    self.ends[i].append((choice["finish_reason"], choice["stop_reason"]))
+
+
+def same(one: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The plain answer, after the stream has said the same: text, tokens, ends, usage."""
+    answer = plain(one, path, {**body, "return_token_ids": True})
+    chunks = stream(one, path, {**body, "return_token_ids": True, "stream_options": {"include_usage": True}})
+    assert chunks[-1]["choices"] == []
+    joined = Joined(chunks)
+    for choice in answer["choices"]:
+        i = choice["index"]
+        assert joined.texts[i] == text_of(choice)
+        assert joined.tokens[i] == choice["token_ids"]
+        assert joined.ends[i] == [(choice["finish_reason"], choice["stop_reason"])]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert joined.usage[name] == answer["usage"][name]
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        first = choice.get("delta", {}).get("role") == "assistant"
+        assert text_of(choice) or choice["finish_reason"] or first, "a chunk without text"
+    return answer
+
+
 def refused(response: Any, status: int, *, code: str | None = None, param: str | None = None) -> str:
     """The sentence of a refusal, whose shape is checked."""
     assert response.status_code == status, response.text[:500]
@@ -144,6 +210,29 @@ def refused(response: Any, status: int, *, code: str | None = None, param: str |
     message: str = error["message"]
     assert message.endswith(".")
     return message
+
+
+def is_refused(response: Any) -> str:
+    """The sentence of a refusal that is the client's fault."""
+    assert 400 <= response.status_code < 500, response.text[:500]
+    return refused(response, response.status_code)
+
+
+@contextmanager
+def beside_a_stream(one: Serving) -> Iterator[None]:
+    """A stream runs meanwhile, which must not notice; ends with the quiet check. For a `ScriptedRunner`."""
+    with wire(one, COMPLETIONS, {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}) as other:
+        other.read_until(b"data:")
+        yield
+        text = "".join(chunk["choices"][0]["text"] for chunk in events(other.answer())[:-1])
+        assert text == "abcdefghij" * 20
+    one.quiet()
+    assert one.client.get("/health").status_code == 200
+
+
+def send(one: Serving, path: str, raw: bytes | str) -> Any:
+    """A body as it is."""
+    return one.client.post(path, content=raw, headers=JSON)
 
 
 def metric(one: Serving, name: str, **labels: str) -> float:

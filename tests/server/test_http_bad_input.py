@@ -3,66 +3,36 @@
 from __future__ import annotations
 
 import json
-import socket
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from octavo.server.errors import ApiError
-from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from tests.server.serving import ScriptedRunner, Serving, serving, write_checkpoint
-from tests.server.talking import CHAT, COMPLETIONS, Wire, events, plain, refused, wire
-
-PATHS = {COMPLETIONS: CompletionBody, CHAT: ChatBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
-GOOD: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
-    CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
-    "/tokenize": {"prompt": "hi"},
-    "/detokenize": {"tokens": [5]},
-}
-JSON = {"Content-Type": "application/json"}
+from tests.server.talking import BODIES, CHAT, COMPLETIONS, GOOD, beside_a_stream, is_refused, plain, refused, send
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server for the whole file, on which a stream runs all the time."""
     model = write_checkpoint(tmp_path_factory.mktemp("model"))
-    runner = ScriptedRunner(delay=0.01)
+    runner = ScriptedRunner(delay=0.002)
     with serving(model, runner=runner, server={"access_log": False}) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def _beside_a_stream(one: Serving) -> Iterator[None]:
-    """Each test runs beside a stream that must not notice, and ends with the quiet check."""
-    with wire(one, COMPLETIONS, {"prompt": "x", "max_tokens": 40, "stream": True, "ignore_eos": True}) as other:
-        other.read_until(b"data:")
+    with beside_a_stream(one):
         yield
-        text = "".join(chunk["choices"][0]["text"] for chunk in events(other.answer())[:-1])
-        assert text == "abcdefghij" * 4
-    one.quiet()
-    assert one.client.get("/health").status_code == 200
-
-
-def send(one: Serving, path: str, raw: bytes | str, **headers: str) -> Any:
-    return one.client.post(path, content=raw, headers={**JSON, **headers})
-
-
-def is_refused(response: Any) -> str:
-    assert 400 <= response.status_code < 500, response.text[:500]
-    return refused(response, response.status_code)
 
 
 # -- bodies that are none ---------------------------------------------------------------------------------------------
 
-BODIES: dict[str, bytes] = {
+RAW: dict[str, bytes] = {
     "nothing": b"",
     "space": b"  \n ",
     "half": b'{"prompt": "x"',
@@ -76,7 +46,7 @@ BODIES: dict[str, bytes] = {
     "not a number": b'{"prompt": NaN}',
     "deep list": b"[" * 100_000,
     "deep object": b'{"prompt":' * 50_000 + b"1" + b"}" * 50_000,
-    "deep field": b'{"prompt": "x", "tools": ' + b"[" * 190 + b"]" * 190 + b"}",
+    "deep field": b'{"prompt": 5, "messages": [{"role": ' + b"[" * 190 + b"]" * 190 + b"}]}",
     "broken UTF-8": b'{"prompt": "\xff\xfe"}',
     "overlong UTF-8": b'{"prompt": "\xc0\x80"}',
     "UTF-16": '{"prompt": "x"}'.encode("utf-16"),
@@ -90,16 +60,16 @@ BODIES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("body", RAW)
 def test_bodies_that_are_no_request(one: Serving, path: str, body: str) -> None:
-    is_refused(send(one, path, BODIES[body]))
+    is_refused(send(one, path, RAW[body]))
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "9" * 4000, "9" * 5000, "NaN", "Infinity", "-Infinity"])
 def test_numbers_that_nobody_can_count(one: Serving, path: str, number: str) -> None:
-    for name, field in typing.get_type_hints(PATHS[path]).items():
+    for name, field in typing.get_type_hints(BODIES[path]).items():
         if name == "model_config" or not takes_number(field):
             continue
         raw = json.dumps(GOOD[path] | {name: 0}).replace(f'"{name}": 0', f'"{name}": {number}')
@@ -148,10 +118,10 @@ def allowed(kind: Any, value: Any) -> bool:
     return isinstance(value, kind)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BODIES)
 def test_each_field_refuses_other_types_and_is_named(one: Serving, path: str) -> None:
     tried = 0
-    for name, kind in typing.get_type_hints(PATHS[path], include_extras=True).items():
+    for name, kind in typing.get_type_hints(BODIES[path], include_extras=True).items():
         if name == "model_config":
             continue
         for value in VALUES:
@@ -169,10 +139,10 @@ def test_each_field_refuses_other_types_and_is_named(one: Serving, path: str) ->
     assert tried > 10
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BODIES)
 def test_null_is_the_default_and_unknown_fields_are_ignored(one: Serving, path: str) -> None:
     needed = {"prompt", "messages", "tokens"}
-    nulls = {name: None for name in PATHS[path].model_fields if name not in needed}
+    nulls = {name: None for name in BODIES[path].model_fields if name not in needed}
     answer = plain(one, path, {**GOOD[path], **nulls, "max_tokens": 2, "who": {"knows": [1]}, "x" * 300: "y"})
     assert answer
     missing = one.client.post(path, json={})
@@ -268,7 +238,7 @@ def test_fields_of_chats_have_their_limits(one: Serving) -> None:
         assert name in response.json()["error"]["param"], response.text
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BODIES)
 def test_an_unknown_model_is_not_found(one: Serving, path: str) -> None:
     for name in ("nope", "", "x" * 10_000, "../../etc/passwd", "\u0000", "a\nb"):
         response = one.client.post(path, json={**GOOD[path], "model": name})
@@ -284,138 +254,3 @@ def test_odd_text_is_text(one: Serving) -> None:
         assert plain(one, CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 1})
         tokens = plain(one, "/tokenize", {"prompt": text})["tokens"]
         assert plain(one, "/detokenize", {"tokens": tokens})["prompt"] == text
-
-
-# -- HTTP -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_other_content_types_and_methods(one: Serving, path: str) -> None:
-    raw = json.dumps(GOOD[path])
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "json"):
-        refused(one.client.post(path, content=raw, headers={"Content-Type": kind}), 415)
-    for kind in ("application/json; charset=utf-8", "Application/JSON"):
-        assert one.client.post(path, content=raw, headers={"Content-Type": kind}).status_code == 200
-    for method in ("GET", "PUT", "DELETE", "PATCH", "BREW"):
-        response = one.client.request(method, path)
-        refused(response, 405)
-        assert "POST" in response.headers["allow"]
-
-
-@pytest.mark.parametrize("path", ["/nope", "/v1", "/v1/completions/", "//", "/v1/%2e%2e/x", "/\ud83d".encode("utf-8", "replace").decode()])
-def test_nothing_is_there(one: Serving, path: str) -> None:
-    refused(one.client.get(path), 404)
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
-def test_ten_megabytes_are_refused_declared_or_not(one: Serving, path: str) -> None:
-    big = b'{"prompt": "' + b"x" * (10 << 20) + b'"}'
-    sentence = refused(send(one, path, big), 413, code="body_too_large")
-    assert str(8 << 20) in sentence
-
-    def pieces() -> Iterator[bytes]:
-        for start in range(0, len(big), 1 << 16):
-            yield big[start : start + (1 << 16)]
-
-    refused(one.client.post(path, content=pieces(), headers=JSON), 413, code="body_too_large")
-
-
-def test_a_large_body_that_is_allowed_does_not_hold_the_others_up(one: Serving) -> None:
-    text = "x" * (7 << 20)
-    refused(one.client.post(COMPLETIONS, json={"prompt": text}), 400, code="context_length_exceeded")
-    refused(one.client.post(COMPLETIONS, json={"prompt": [5] * 2_000_000}), 400, code="context_length_exceeded")
-    messages = [{"role": "user", "content": "x" * 1000}] * 3000
-    refused(one.client.post(CHAT, json={"messages": messages}), 400, code="context_length_exceeded")
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET " + b"/x" * 60_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\r\n" * 50,
-    ],
-)
-def test_what_is_no_http_ends_that_connection_alone(one: Serving, head: bytes) -> None:
-    host, port = one.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=1.0) as odd:
-        odd.sendall(head)
-        try:
-            answer = odd.recv(65536)
-        except (TimeoutError, ConnectionResetError):
-            answer = b""
-    assert not answer or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
-
-
-@pytest.mark.parametrize("label", ["", " ", "x" * 5000, "a b", "\xff\xfe", "{}", "ä"])
-def test_odd_request_ids_are_no_more_than_labels(one: Serving, label: str) -> None:
-    raw = json.dumps(GOOD[COMPLETIONS]).encode()
-    response = one.client.post(
-        COMPLETIONS, content=raw, headers={**JSON, "X-Request-Id": label.encode("latin-1")}  # type: ignore[dict-item]
-    )
-    assert response.status_code == 200
-    assert len(response.headers["x-request-id"]) <= 128
-
-
-def test_keys_are_not_needed_and_odd_ones_do_no_harm(one: Serving) -> None:
-    for key in (b"Bearer", b"Bearer \xff", b"Basic eDp5", b"\x01"):
-        response = one.client.get("/v1/models", headers={"Authorization": key})  # type: ignore[dict-item]
-        assert response.status_code in (200, 400)
-
-
-# -- generated --------------------------------------------------------------------------------------------------------
-
-LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(["", "\x00", "\ud800"])
-)
-VALUE = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=8
-)
-
-
-def bodies(model: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.dictionaries(st.sampled_from(sorted(model.model_fields)) | st.text(max_size=5), VALUE, max_size=5)
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_parsing_gives_a_body_or_names_the_field(data: st.DataObject) -> None:
-    model = data.draw(st.sampled_from(list(PATHS.values())))
-    raw = data.draw(st.binary(max_size=60) | bodies(model).map(lambda body: json.dumps(body).encode()))
-    try:
-        assert isinstance(parse(model, raw), model)
-    except ApiError as error:
-        assert error.status == 400
-        assert str(error).endswith(".")
-        json.dumps(error.body()).encode()
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_any_body_over_http(one: Serving, data: st.DataObject) -> None:
-    path = data.draw(st.sampled_from(list(PATHS)))
-    body = {**GOOD[path], **data.draw(bodies(PATHS[path]))}
-    if not isinstance(body.get("max_tokens"), int) or body["max_tokens"] > 5:
-        body["max_tokens"] = 2
-    response = send(one, path, json.dumps(body))
-    if response.status_code != 200:
-        is_refused(response)
-    elif body.get("stream") is True:
-        assert events(response.text)[-1] == "[DONE]"
-
-
-@pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_any_body_over_http_for_long(one: Serving, data: st.DataObject) -> None:
-    test_any_body_over_http.hypothesis.inner_test(one, data)  # type: ignore[attr-defined]
-
-
-def test_a_client_may_say_goodbye_in_the_middle(one: Serving) -> None:
-    for body in (GOOD[COMPLETIONS], {**GOOD[COMPLETIONS], "stream": True, "max_tokens": 100}):
-        for _ in range(5):
-            Wire(one, COMPLETIONS, body).close()

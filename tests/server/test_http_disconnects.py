@@ -16,7 +16,20 @@ from octavo.config import EngineConfig
 from octavo.server.app import build, create_app
 from octavo.server.config import ServerConfig
 from tests.server.serving import ScriptedRunner, Serving, serving, write_checkpoint
-from tests.server.talking import CHAT, COMPLETIONS, PAGE, Call, Stepping, Wire, at_rest, events, plain, started, stream, wire
+from tests.server.talking import (
+    CHAT,
+    COMPLETIONS,
+    PAGE,
+    Call,
+    Stepping,
+    Wire,
+    at_rest,
+    events,
+    plain,
+    started,
+    stream,
+    wire,
+)
 
 PROMPT = "the quick brown fox jumps over a lazy dog"  # 41 tokens: chunks of 16, 16 and 9
 BODY = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
@@ -72,9 +85,7 @@ def test_memory_is_back_within_two_steps(
 
 
 @pytest.mark.parametrize("streaming", [True, False], ids=["stream", "plain"])
-def test_a_preempted_request_leaves_the_line(
-    model: Path, streaming: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_preempted_request_leaves_the_line(model: Path, streaming: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo.engine")
     runner = Stepping()
     settings: dict[str, Any] = dict(kv_memory=8 * PAGE, admission="prompt", max_model_len=128, victims="newest")
@@ -101,9 +112,7 @@ def test_a_preempted_request_leaves_the_line(
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("streaming", [True, False], ids=["stream", "plain"])
-def test_a_normal_end_is_no_abort(
-    model: Path, path: str, streaming: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_normal_end_is_no_abort(model: Path, path: str, streaming: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo.engine")
     asked = {"prompt": "hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}]}
     with serving(model, runner=ScriptedRunner()) as one:
@@ -155,7 +164,12 @@ def test_random_disconnects_leave_only_computed_blocks_in_the_cache(model: Path)
 
         def leave(number: int) -> None:
             own = random.Random(number)
-            body = {**ask, "prompt": own.choice(prompts), "max_tokens": own.randint(1, 40), "stream": own.random() < 0.5}
+            body = {
+                **ask,
+                "prompt": own.choice(prompts),
+                "max_tokens": own.randint(1, 40),
+                "stream": own.random() < 0.5,
+            }
             with wire(one, COMPLETIONS, body) as client:
                 client.socket.settimeout(own.uniform(0.001, 0.08))
                 try:

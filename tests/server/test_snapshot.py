@@ -347,6 +347,21 @@ def test_a_request_asked_for_alone_lists_all_holders() -> None:
     assert len(row.wait.holders) == 24  # type: ignore[union-attr]
 
 
+def test_under_fair_share_each_tenant_is_told_its_own_reason_and_nobody_is_promised_a_time() -> None:
+    one = Looked(pages=600, max_num_seqs=4, order="fair")
+    for tenant in ("a", "b"):
+        for _ in range(30):
+            one.add(8, 40, tenant=tenant)
+    one.step(3)
+    waiting = [row for row in one.snapshot().rows if row.state == "waiting"]
+    assert len(waiting) == 56
+    for row in waiting:
+        assert row.wait is not None
+        assert row.wait.eta_s is None
+        assert row.wait.cause in ("slots", "behind")
+        assert row.wait.behind is None or row.wait.behind != row.id
+
+
 def test_priority_decides_the_order_of_the_rows() -> None:
     one = Looked(max_num_seqs=1, order="priority")
     first = one.add(8, 20)

@@ -280,18 +280,15 @@ def test_the_cut_of_the_pieces_does_not_matter(pieces: list[str], cuts: list[int
     assert streaming.called is bool(calls)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-)
+TEXTS = st.text(max_size=6) | st.sampled_from(['"', "}", "{", "</tool_call>", "<tool_call>", "\\"])
+JSON = st.none() | st.integers() | TEXTS | st.lists(TEXTS, max_size=2) | st.dictionaries(TEXTS, TEXTS, max_size=2)
+WORDS = st.sampled_from(["", "Hm. ", "é", "I see: "])
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["", "Hm. ", "é", "I see: "]), st.dictionaries(st.text(), JSON)), max_size=4),
-    st.integers(1, 7),
-    st.booleans(),
+    st.lists(st.tuples(WORDS, st.dictionaries(TEXTS, JSON, max_size=3)), max_size=3), st.integers(1, 7), st.booleans()
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_all_arguments_come_out_as_written(
     parts: list[tuple[str, dict[str, Any]]], size: int, ascii_only: bool
 ) -> None:
@@ -383,3 +380,26 @@ def test_a_schema_that_cannot_be_followed_is_refused_when_it_is_compiled() -> No
 def test_the_choice_of_the_model_is_not_forced() -> None:
     assert use_of([WEATHER], "auto").structure is None
     assert use_of([WEATHER], None).structure is None
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_the_demo_model_calls_what_it_must() -> None:
+    from octavo.llm import LLM
+    from octavo.types import SamplingParams
+
+    llm = LLM("demo", kv_memory="32MiB", seed=0)
+    tokenizer = llm.built.loaded.tokenizer
+    assert tokenizer is not None
+    use = use_of([WEATHER, CLOCK], "required", template=tokenizer.chat_template, parallel=False)
+    question = [{"role": "user", "content": "What is the weather in Paris, in Celsius?"}]
+    prompt = tokenizer.encode_chat(use.messages(question), tools=use.for_template)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=100, structure=use.structure)
+        (sample,) = llm.generate([prompt], params, use_tqdm=False)[0].outputs
+        answers = use.parser()
+        assert answers is not None
+        content, (call,) = answers.all(sample.text)
+        assert content == ""
+        assert call["function"]["name"] in ("get_weather", "now")
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)

@@ -127,6 +127,12 @@ def test_what_no_engine_could_be_is_refused_with_numbers(body: dict[str, Any], p
     assert refused.value.param == param
 
 
+def test_an_engine_with_tenants_is_replayed_as_one_line_and_says_so() -> None:
+    one = busy(order="fair", tenant_weights={"a": 2.0})
+    found = asked(one, max_num_seqs=4)
+    assert "Tenants' order and quotas are not replayed" in found["fidelity"]
+
+
 def test_with_windows_the_pool_keeps_its_bytes_at_another_block_size() -> None:
     now = settings_of(Looked(windows=(None, 16), pages=64).built)
     after = changed(now, WhatIfBody(block_size=8))

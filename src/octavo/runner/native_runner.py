@@ -82,8 +82,11 @@ class NativeRunner:
             tokens, logprobs = draw(work, logits, self.sampler, argmax)
             prompt_logprobs = {}
         else:
-            own = logits if places is None else logits[torch.from_numpy(places[: len(sampled)])]
-            tokens, logprobs = draw(work, own, self.sampler)
+            if places is None:
+                own, best = logits, argmax
+            else:
+                own, best = logits[torch.from_numpy(places[: len(sampled)])], argmax[places[: len(sampled)]]
+            tokens, logprobs = draw(work, own, self.sampler, best)
             prompt_logprobs = {} if places is None else _describe_prompts(work, prompts, logits, places[len(sampled) :])
         self.profile = self._profiled(len(rows), begin, computed)
         return StepResult(tokens, logprobs, prompt_logprobs)

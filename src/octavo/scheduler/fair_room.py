@@ -47,6 +47,7 @@ class FairRoom(WaitingRoom):
     def __init__(self, residents: Residents, shares: Shares, sink: ev.Sink) -> None:
         self._shares = shares
         self._held: tuple[tuple[int, int, int], Holdings] | None = None  # who holds what, and as of when
+        self._passed: list[Sequence] = []  # for whom there was no room in the last plan
         super().__init__(residents, sink)
 
     def _make_line(self) -> WaitingQueue | TenantLines:
@@ -77,7 +78,7 @@ class FairRoom(WaitingRoom):
         `chunks`: running sequences with a prompt to go on with; `take_chunk` puts one into `work` and returns the
         tokens it got. In a plan in which anybody lost its memory only those who claim their tenant's share get in.
         """
-        self._pool = None
+        self._pool = self._held = None
         deal = _Deal(budget, now, take_chunk, work, self._waits)
         for seq in chunks:
             deal.chunks.setdefault(seq.request.tenant, deque()).append(seq)
@@ -95,6 +96,7 @@ class FairRoom(WaitingRoom):
                 heapq.heappush(turns, (self._rank(tenant), tenant))
         if deal.barrier is not None:
             self._barrier = deal.barrier
+        self._passed = deal.passed
 
     def _turn(self, tenant: str, deal: _Deal) -> bool:
         """One chunk, or one of those who wait; whether the tenant wants another turn."""
@@ -115,7 +117,8 @@ class FairRoom(WaitingRoom):
         if by_right and not self.entitled(seq):
             self._stop_at(seq, deal)
             return False
-        if by_right and self._is_held_up([other for other in deal.passed if self._counts(other, seq)]):
+        if by_right and self._is_held_up(counting := [other for other in deal.passed if self._counts(other, seq)]):
+            deal.barrier = deal.barrier or counting[-1]
             return False
         wait, quote = self._ask(seq, deal.budget)
         if wait is not None and wait.cause in _CLAIMABLE and (claimed := self._claim(seq, deal)):
@@ -127,6 +130,8 @@ class FairRoom(WaitingRoom):
             self._admit(seq, quote, deal)
             return True
         assert wait is not None
+        if deal.budget <= 0 and wait.cause in _CLAIMABLE and self._victims(seq) is not None:
+            wait = self._no_tokens()  # it could make room, but could not use it in this step
         self._tell(seq, wait, deal.before.get(seq.id))
         if wait.cause in _CLAIMABLE:
             deal.passed.append(seq)
@@ -244,13 +249,16 @@ class FairRoom(WaitingRoom):
     def explain(self, seq: Sequence) -> Wait:
         """Why a waiting sequence does not run, with the numbers of this moment; where that is a matter of shares, what
         tenants have and had."""
+        self._held = None
         wait = super().explain(seq)
-        if wait.shares_prefix or wait.cause in (Cause.BUDGET, Cause.NEXT_STEP, Cause.QUOTA):
+        if wait.shares_prefix or wait.cause in (Cause.BUDGET, Cause.QUOTA):
             return wait
-        victims = self._victims(seq)
-        if victims or (victims is not None and self._claim_quote(seq).ok):
-            return Wait(Cause.NEXT_STEP, 0, 0, 0, "")
+        if (held_up_by := self._held_up_by(seq)) is not None:
+            behind = held_up_by.request.id
+            return Wait(Cause.BEHIND, 0, 0, 0, "requests", behind=behind, behind_wait=self._waits[held_up_by.id])
         tenant = seq.request.tenant
+        if wait.cause is Cause.NEXT_STEP or (seq is next(iter(self._tenants.of(tenant))) and self._can_claim(seq)):
+            return Wait(Cause.NEXT_STEP, 0, 0, 0, "")
         if wait.cause is Cause.BEHIND:
             assert self._barrier is not None
             other = self._barrier.request.tenant
@@ -262,3 +270,13 @@ class FairRoom(WaitingRoom):
         else:
             held, whole = holdings.blocks.get(tenant, 0), self._kv.capacity
         return wait._replace(part=Part(tenant, held, whole, holdings.share(tenant, whole)))
+
+    def _can_claim(self, seq: Sequence) -> bool:
+        victims = self._victims(seq)
+        return bool(victims) or (victims is not None and self._claim_quote(seq).ok)
+
+    def _held_up_by(self, seq: Sequence) -> Sequence | None:
+        """Whom it may not pass any more although it could get in as of right."""
+        before = self._passed[: self._passed.index(seq)] if seq in self._passed else self._passed
+        counting = [other for other in before if other.id in self._waits and self._counts(other, seq)]
+        return counting[-1] if self._is_held_up(counting) and self.entitled(seq) else None

@@ -174,8 +174,11 @@ class WaitingRoom:
         if places > free:
             return Wait(Cause.SLOTS, places, free, places - free, "slots")
         if budget <= 0:
-            return Wait(Cause.BUDGET, 1, 0, 1, f"of {self._config.max_num_batched_tokens} tokens a step")
+            return self._no_tokens()
         return None
+
+    def _no_tokens(self) -> Wait:
+        return Wait(Cause.BUDGET, 1, 0, 1, f"of {self._config.max_num_batched_tokens} tokens a step")
 
     def _prefix_in_flight(self, seq: Sequence) -> Wait | None:
         """Its next missing block is being computed by someone else: waiting is cheaper than computing it twice."""

@@ -112,7 +112,11 @@ def _check_supported(body: ChatBody) -> None:
 
 
 def _params(body: ChatBody, tools: ToolUse | None) -> SamplingParams:
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    most = body.max_completion_tokens
+    if most is None:
+        most = body.max_tokens
+    elif most < 0:
+        raise ApiError(400, f"max_completion_tokens is {most}; it must be 0 or more.", param="max_completion_tokens")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     structure = structure_of(body)
     if tools is not None and tools.structure is not None:
@@ -223,6 +227,4 @@ async def _events(request: Request, answer: _Answer) -> AsyncGenerator[bytes, No
     if reader.last is None or not reader.last.finished:
         return  # the client is gone
     note_outcome(request, [reader.last])
-    if at_end:
-        yield chunks.chunk([], usage([reader.last]))
-    yield DONE
+    yield chunks.chunk([], usage([reader.last])) + DONE if at_end else DONE

@@ -175,6 +175,4 @@ async def _events(request: Request, answer: _Answer) -> AsyncGenerator[bytes, No
     note_outcome(request, last)
     if not all(output.finished for output in last) or len(last) < len(readers):
         return  # the client is gone
-    if at_end:
-        yield chunks.chunk([], usage(last))
-    yield DONE
+    yield chunks.chunk([], usage(last)) + DONE if at_end else DONE

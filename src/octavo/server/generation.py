@@ -4,6 +4,7 @@ for the client. Shared by completions and chats."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
@@ -24,6 +25,7 @@ from octavo.server.state import ServerState
 from octavo.server.tenants import Tenant, identity_for
 from octavo.types import FinishReason, SamplingParams, Structure
 
+log = logging.getLogger("octavo.server")
 _REASONS = {
     "queue_full": "max_num_queued_reqs",
     "queue_tokens_full": "max_num_queued_tokens",
@@ -204,14 +206,18 @@ def raise_if_failed(state: ServerState, output: RequestOutput) -> None:
     """Raises ApiError if the request ended with an error."""
     if output.error is None:
         return
-    expired = output.outputs[0].stop_reason == "deadline"
+    first = output.outputs[0]
+    expired = first.finish_reason is FinishReason.ERROR and first.stop_reason == "deadline"
     if expired:
         state.metrics.http_rejected("queue_timeout")
         limit = state.config.max_queue_seconds
         raise from_code(
             "queue_timeout", f"no room within {limit} s (max_queue_seconds): the server is overloaded; try again later."
         )
-    raise from_code("engine_error", output.error)
+    log.error("request %s has failed: %s", output.request_id, output.error)
+    raise from_code(
+        "engine_error", f"{output.error.rstrip('.')}; this request has ended with it, the server goes on: try it again."
+    )
 
 
 @asynccontextmanager

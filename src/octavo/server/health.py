@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from octavo import __version__
 from octavo.server.openapi import errors
@@ -20,7 +20,7 @@ def router() -> APIRouter:
     routes.add_api_route("/ping", health, methods=["GET"], responses=errors(503))
     routes.add_api_route("/version", version, methods=["GET"])
     routes.add_api_route("/load", load, methods=["GET"])
-    routes.add_api_route("/metrics", metrics, methods=["GET"], responses={200: {"content": {"text/plain": {}}}})
+    routes.add_api_route("/metrics", metrics, methods=["GET"], response_class=PlainTextResponse)
     return routes
 
 

@@ -65,6 +65,8 @@ def describe(app: FastAPI, bodies: list[type[BaseModel]]) -> None:
             )
             schemas.update(found.get("$defs", {}))
             schemas["Error"] = ERROR
+            for operation in (one for path in made["paths"].values() for one in path.values()):
+                operation["responses"].pop("422", None)  # FastAPI's own refusal, which we answer with 400
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             app.openapi_schema = made

@@ -14,10 +14,14 @@ from octavo.server.errors import ApiError
 
 MOST_PROMPTS = 2048  # in one request; what OpenAI takes
 MOST_CHOICES = 128  # n
+MOST_STOPS = 64  # stop strings: all are looked for in every step
+LONGEST_STOP = 1024  # characters
+MOST_BIASES = 10_000  # token ids in logit_bias
 
 Token = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Prompt = str | list[Token] | Annotated[list[str] | list[list[Token]], Field(max_length=MOST_PROMPTS)]
 
 
@@ -54,9 +58,9 @@ class Common(Body):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MOST_BIASES)] | None = None
     seed: Count | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[Token] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

@@ -26,7 +26,8 @@ from octavo.scheduler.config import SchedulerConfig
 from octavo.server.traffic import Recorded
 
 # Beyond this a fit says nothing at all; below it, its error is told.
-_BOUND = Bound(median=0.5, p90=2.0)
+_BOUND = Bound(median=1.0, p90=10.0)
+_ROUGH = 0.25  # median error from which the answer is said to be rough
 _GUESS = 128  # tokens of an answer when none has ended yet
 _NICE = 10  # the engine goes first
 
@@ -63,7 +64,7 @@ class Job:
 
 
 def work(answers: Connection, job: Job) -> None:
-    """The process: sends ("", answer), or (code, sentence) for what is impossible and for times that no fit explains."""
+    """The process: sends ("", answer), or (code, sentence) for what is impossible or for times that no fit explains."""
     os.nice(_NICE)
     try:
         answers.send(("", answer(job)))
@@ -196,6 +197,8 @@ def _fidelity(job: Job, before: Outcome, held: HeldOut, steps: int) -> list[str]
         f"{held.points} of them left out the fit is off by {held.median:.1%} (median) and {held.p90:.1%} (90th "
         "percentile)."
     ]
+    if held.median > _ROUGH:
+        out.append("That is rough: steps of the same shape took very different times, as on a machine with other work.")
     ended = [one for one in job.requests if one.took is not None and one.ttft is not None]
     if ended:
         ttft = fmean(one.ttft for one in ended if one.ttft is not None)

@@ -218,26 +218,29 @@ class _Waits:
         self._scheduler, self._ends, self._now = scheduler, ends, now
         self._standing, self._unseen = scheduler.standing()
         self._told = 0  # who was asked about; they are in queue order
-        self._shared: Told | None = None  # of all who were not offered anything in the last plan
+        self._fair = scheduler.config.order == "fair"
+        self._shared: dict[str, Told] = {}  # by tenant, of all who were not offered anything in the last plan
 
     def of(self, seqs: Seq[Sequence]) -> Told | None:
         seq = next((seq for seq in seqs if _in_line(seq)), None)
         if seq is None:
             return None
-        before, self._told = self._told, self._told + 1
+        before, self._told = _FAR if self._fair else self._told, self._told + 1
         since = max(seq.submitted_at, self._scheduler.last_step or seq.submitted_at)
         if self._now - since > PATIENCE:
             return stalled(self._now - since)
-        if before < EXPLAINED:
+        if self._told <= EXPLAINED:
             return self._explained(seq, before) or not_offered()
         if seq.id in self._standing:
             return tell(self._standing[seq.id], self._ends, before)
         if self._unseen is Cause.NEXT_STEP:
             return not_offered()
-        if self._shared is None:
-            found = self._explained(seq, 1 << 30)  # told of all of them: nothing about when
-            self._shared = found if found is not None and found.cause == self._unseen.value else not_offered()
-        return self._shared
+        tenant = seq.request.tenant
+        if tenant not in self._shared:
+            found = self._explained(seq, _FAR)  # told of all of them: nothing about when
+            same = found is not None and found.cause == self._unseen.value
+            self._shared[tenant] = found if found is not None and same else not_offered()
+        return self._shared[tenant]
 
     def _explained(self, seq: Sequence, before: int) -> Told | None:
         wait = self._scheduler.explain(seq.request.id, self._now)
@@ -256,8 +259,13 @@ def _waits(seqs: Seq[Sequence]) -> bool:
     return True
 
 
+_FAR = 1 << 30  # so far back in the line that nothing can be said about when
+
+
 def _before(scheduler: Scheduler, seqs: list[Sequence]) -> int:
-    """How many requests stand in the line before this one."""
+    """How many requests stand in the line before this one. Where tenants take turns there is no such line."""
+    if scheduler.config.order == "fair":
+        return _FAR
     line = [one for one in _in_order(list(scheduler.requests.values()), scheduler) if _waits(one)]
     return line.index(seqs) if seqs in line else 0
 

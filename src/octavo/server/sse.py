@@ -25,7 +25,7 @@ class Chunks:
     """Writes the chunks of one answer; what they share is written once."""
 
     def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
-        """`head`: the fields of every chunk. `with_usage`: chunks have a field `usage`, which is null until it comes."""
+        """`head`: fields of every chunk. `with_usage`: chunks have a field `usage`, which is null until it comes."""
         self._head = b"data: " + json_bytes(head)[:-1] + b',"choices":'
         self._null_usage = b',"usage":null}\n\n' if with_usage else b"}\n\n"
 

@@ -51,7 +51,7 @@ def settings_of(built: BuiltEngine) -> Settings:
         page_bytes=built.layout.page_bytes,
         windows=built.layout.windows,
         prefix_caching=built.config.enable_prefix_caching,
-        scheduler=replace(scheduler, order="fcfs", quotas={}, speculative_tokens=0),
+        scheduler=replace(scheduler, order="fcfs", tenant_weights={}, quotas={}, speculative_tokens=0),
     )
 
 
