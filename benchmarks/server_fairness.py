@@ -29,7 +29,7 @@ from server_process import octavo_serve, running, work_folder
 SETTINGS = {
     "kv_memory": "128MiB",
     "max_num_seqs": 24,
-    "max_num_batched_tokens": 96,
+    "max_num_batched_tokens": 48,
     "max_queue": 32,
     "order": "fair",
     "api_keys": [{"key": f"key-of-{name}", "tenant": name} for name in ("ada", "bob")],

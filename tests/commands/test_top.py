@@ -91,7 +91,7 @@ def test_one_frame_shows_memory_requests_and_reasons(
     assert "ITL p50 5." in shown
     assert "what the client calls it" in shown
     assert running in shown
-    assert "slots: needs 1 slots, 0 available, 1 short" in shown
+    assert "slots: needs 1 slot, 0 available, 1 short" in shown
 
 
 def test_explain_prints_the_verdict_the_ledger_and_who_waits_for_what(
@@ -108,7 +108,7 @@ def test_explain_prints_the_verdict_the_ledger_and_who_waits_for_what(
     assert "weights" in shown
     assert "100.0%" in shown
     assert "slots: 2 waiting" in shown
-    assert f"{waiter} (what the client calls it): slots: needs 1 slots" in shown
+    assert f"{waiter} (what the client calls it): slots: needs 1 slot" in shown
     assert "Unblocks it: 1 of the 1 sequences that run must end" in shown
 
 

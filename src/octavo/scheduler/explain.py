@@ -104,9 +104,9 @@ class Wait(NamedTuple):
             return f"behind {self.behind}{self.turn.sentence() if self.turn else ''}{inner}"
         if self.cause is Cause.NEXT_STEP:
             return "next step: there is room, it is offered memory in the next step"
-        text = f"{self.cause.value}: needs {self.need} {self.unit}, {self.have} available, {self.short} short"
+        text = f"{self.cause.value}: needs {_count(self.need, self.unit)}, {self.have} available, {self.short} short"
         if self.cause is Cause.FRAGMENTED:
-            text = f"fragmented: largest run {self.largest_hole}, free {self.have}, need {self.need} {self.unit}"
+            text = f"fragmented: largest run {self.largest_hole}, free {self.have}, need {_count(self.need, self.unit)}"
         elif self.cause is Cause.HELD:
             text += f" of the {self.held} held back for requests that already run"
         elif self.cause is Cause.STALLED:
@@ -118,7 +118,11 @@ class Wait(NamedTuple):
             return ""
         named = ", ".join(f"{holder.request} ({holder.amount})" for holder in self.holders[:3])
         more = f" and {len(self.holders) - 3} more" if len(self.holders) > 3 else ""
-        return f"; held by {named}{more}: it starts when they end or shrink by {self.short} {self.unit}"
+        return f"; held by {named}{more}: it starts when they end or shrink by {_count(self.short, self.unit)}"
+
+
+def _count(amount: int, unit: str) -> str:
+    return f"{amount} {unit.removesuffix('s') if amount == 1 and unit in ('slots', 'blocks') else unit}"
 
 
 def from_quote(quote: Quote, holders: tuple[Holder, ...] = ()) -> Wait:

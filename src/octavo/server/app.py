@@ -91,6 +91,7 @@ def create_app(config: ServerConfig, built: Built | None = None) -> FastAPI:
         drain=Drain(config.drain_seconds),
         names=names_of(config),
         created=int(time.time()),
+        labels=built.inspector.labels,
     )
 
     @asynccontextmanager

@@ -75,5 +75,6 @@ def from_engine(error: OctavoError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return from_code(error.code, str(error), error.field)
+        # What the engine calls a structure, clients ask for as a response format.
+        return from_code(error.code, str(error), "response_format" if error.field == "structure" else error.field)
     return ApiError(400, str(error), code="unsupported")

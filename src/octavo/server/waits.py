@@ -100,15 +100,16 @@ def _unblocks(wait: Wait) -> str:
         case Cause.SLOTS:
             return f"{short} of the {len(wait.holders) or 'running'} sequences that run must end"
         case Cause.FULL:
-            return f"{short} blocks must come free: requests that run must end or shrink"
+            return f"{_blocks(short)} must come free: requests that run must end or shrink"
         case Cause.HELD:
-            return f"{short} blocks must come free beside the {wait.held} held back for requests that already run"
+            return f"{_blocks(short)} must come free beside the {wait.held} held back for requests that already run"
         case Cause.FRAGMENTED:
-            return f"a run of {wait.need} blocks must come free, or regions must move together; the longest is now " + (
-                f"{wait.largest_hole}"
+            return (
+                f"a run of {_blocks(wait.need)} must come free, or regions must move together; the longest is now "
+                + (f"{wait.largest_hole}")
             )
         case Cause.QUOTA:
-            return f"requests of its own tenant must give {short} blocks back"
+            return f"requests of its own tenant must give {_blocks(short)} back"
         case Cause.BUDGET:
             return "a step must have tokens to spare beside the decodes and prompts in front of it"
         case Cause.BEHIND if wait.shares_prefix:
@@ -119,8 +120,12 @@ def _unblocks(wait: Wait) -> str:
         case Cause.STALLED:
             return "the engine must plan a step again"
         case Cause.NEVER:
-            return f"{short} blocks more than the pool has: waiting does not help"
+            return f"{_blocks(short)} more than the pool has: waiting does not help"
     return "the next step"
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count} blocks"
 
 
 def _eta(wait: Wait, ends: Ends, before: int) -> float | None:
