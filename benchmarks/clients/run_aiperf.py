@@ -19,22 +19,14 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from octavo.build import load_configured  # noqa: E402
-from octavo.config import EngineConfig  # noqa: E402
+from tokenizer_files import save_tokenizer  # noqa: E402
+
 from server_process import ServerProcess, octavo_serve, running, work_folder  # noqa: E402
 
 SETTINGS = {"kv_memory": "256MiB"}
 ENDPOINTS = ("chat", "completions")
 OUTPUT = 24  # tokens of every answer
 SHOWN = ("request_throughput", "output_token_throughput", "time_to_first_token", "inter_token_latency")
-
-
-def save_tokenizer(model: str, folder: Path) -> Path:
-    """The model's tokenizer as files: aiperf counts and makes prompts with it, and nothing may come from a hub."""
-    tokenizer = load_configured(EngineConfig(model)).tokenizer
-    assert tokenizer is not None
-    tokenizer.hf.save_pretrained(folder / "tokenizer")
-    return folder / "tokenizer"
 
 
 def profile(python: Path, server: ServerProcess, model: str, kind: str, tokenizer: Path, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""lm-eval, unchanged, against `octavo serve`: a loglikelihood task and a generating one, compared with the engine offline.
+"""lm-eval, unchanged, against `octavo serve`: a loglikelihood task and a generating one, compared with offline.
 
 Needs an interpreter with `lm-eval[api]` (see README.md). Token ids are sent as prompts; lm-eval finds the server's
 tokenizer by itself. Compared: every loglikelihood with `LLM`'s prompt_logprobs, every answer with `LLM.generate`.

@@ -159,6 +159,20 @@ def test_a_used_up_tenant_quota_is_told_with_its_numbers_and_the_tenants_own_hol
     b.run()
 
 
+def test_cached_blocks_that_the_waiting_one_would_share_count_against_its_quota_in_the_numbers() -> None:
+    b = bench(pages=80, max_model_len=64, quotas={"t": 20})
+    prompt = list(range(48))
+    b.add(prompt, 8, tenant="other")
+    b.run()  # its blocks are cached now
+    b.add(33, 30, tenant="t")
+    b.step()
+    waiter = b.add([*prompt, 7], 8, tenant="t")
+    b.step()
+    wait = b.why(waiter)
+    assert (wait.cause, wait.need, wait.short) == (Cause.QUOTA, 13, 13 - wait.have)
+    b.run()
+
+
 def test_a_preempted_one_is_told_what_it_waits_for() -> None:
     b = bench(pages=16)
     ids = [b.add(16, 40) for _ in range(3)]

@@ -170,6 +170,16 @@ def test_the_timeline_has_the_ledger_of_each_second(one: Serving) -> None:
     assert any(sample["itl_p99"] for sample in found["samples"])
 
 
+def test_the_timeline_gives_only_what_is_new_when_asked_since_a_time(one: Serving) -> None:
+    samples = one.until(lambda: get(one, "/kv/timeline")["samples"])
+    last = samples[-1]["at"]
+    assert all(sample["at"] > last for sample in get(one, f"/kv/timeline?since={last}")["samples"])
+    assert get(one, f"/kv/timeline?since={last - 0.5}")["samples"][0]["at"] == last
+    for wrong in ("soon", "nan"):
+        answer = one.client.get(f"/kv/timeline?since={wrong}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "since")
+
+
 # -- events -----------------------------------------------------------------------------------------------------------
 
 

@@ -126,11 +126,13 @@ def _count(amount: int, unit: str) -> str:
 
 
 def from_quote(quote: Quote, holders: tuple[Holder, ...] = ()) -> Wait:
-    """A refused quote is the explanation."""
+    """A refused quote is the explanation. Cached blocks that it would share count against a quota like any others."""
+    quota = quote.ask.quota if quote.why is Why.QUOTA else None
+    have = quote.available if quota is None else quota
     return Wait(
         cause=MEMORY[quote.why],
-        need=quote.take,
-        have=quote.available if quote.ask.quota is None or quote.why is not Why.QUOTA else quote.ask.quota,
+        need=quote.take if quota is None else quote.short + have,
+        have=have,
         short=quote.short,
         unit="blocks",
         largest_hole=quote.largest_hole,

@@ -177,7 +177,8 @@ class _Answer:
     def deltas(self, piece: Piece, parser: ToolParser | None, begins: bool) -> list[dict[str, Any]]:
         """The chunks of a piece: the role before the first one, the text, and the end as one of its own."""
         chunks = [self._chunk(piece.index, {"role": "assistant", "content": ""})] if begins else []
-        text, calls = piece.text, []
+        text = piece.text
+        calls: list[dict[str, Any]] = []
         if parser is not None:
             text, calls = parser.feed(piece.text)
             if piece.finish_reason is not None:

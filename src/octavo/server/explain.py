@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -36,8 +36,9 @@ def router() -> APIRouter:
         """Replay the recent traffic with other settings, and say what would change. One at a time."""
         return await _what_if(request, replays)
 
-    for path, route in (("/ledger", ledger), ("/requests", requests), ("/blocks", blocks), ("/timeline", timeline)):
+    for path, route in (("/ledger", ledger), ("/requests", requests), ("/blocks", blocks)):
         routes.add_api_route(path, route, methods=["GET"], responses=errors(401, 503))
+    routes.add_api_route("/timeline", timeline, methods=["GET"], responses=errors(400, 401, 503))
     routes.add_api_route("/requests/{name:path}", one_request, methods=["GET"], responses=errors(401, 404, 503))
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
     routes.add_api_route("/events", events, methods=["GET"], responses={**stream, **errors(400, 401)})
@@ -81,8 +82,8 @@ async def blocks(request: Request) -> Response:
     return await _large(found.json)
 
 
-async def timeline(request: Request) -> Response:
-    """One sample for each of the last 600 seconds."""
+async def timeline(request: Request, since: Annotated[float | None, Query(allow_inf_nan=False)] = None) -> Response:
+    """One sample for each of the last 600 seconds, or of those that ended after the time `since`."""
     state = state_of(request)
     built, line = state.built, state.inspector.timeline
     found = await _ask(
@@ -90,7 +91,8 @@ async def timeline(request: Request) -> Response:
         lambda: line.samples(built, built.engine.clock.now()),
         lambda seconds: line.kept(built.engine.clock.now()),
     )
-    return await _large(lambda: {"interval_s": 1.0, "samples": [sample.json() for sample in found]})
+    new = [sample for sample in found if since is None or sample.at > since]
+    return await _large(lambda: {"interval_s": 1.0, "samples": [sample.json() for sample in new]})
 
 
 async def one_request(request: Request, name: str) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Depends
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,7 +18,7 @@ from octavo.server.openapi import errors, takes
 from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from octavo.server.state import ServerState, state_of
 
-BODIES = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody]
+BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody]
 _GENERATING = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
