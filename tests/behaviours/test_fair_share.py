@@ -558,7 +558,7 @@ def test_a_prompt_that_no_queue_could_take_is_not_told_to_try_again() -> None:
     b = bench(max_queued_tokens=50)
     with pytest.raises(RequestError, match="prompt has 51 tokens; at most 50 may wait") as refused:
         b.add(51, 1)
-    assert (refused.value.code, refused.value.field) == ("queue_tokens_full", "prompt")
+    assert (refused.value.code, refused.value.field) == ("invalid_request", "prompt")
     assert "try again" not in str(refused.value)
 
 
@@ -583,7 +583,7 @@ def test_who_gave_up_waiting_makes_room_and_every_request_is_counted_once(order:
         b.step()
     b.run()
     totals = b.scheduler.totals
-    assert {event.code for event in b.of(ev.Refused)} <= {"queue_full", "queue_tokens_full"}
+    assert {event.code for event in b.of(ev.Refused)} <= {"queue_full", "queue_tokens_full", "invalid_request"}
     assert totals.accepted + totals.refused == 41
     assert totals.expired > 0
     assert totals.finished == totals.accepted

@@ -87,7 +87,6 @@ def check_queue(request: Request, config: SchedulerConfig, queue: Queue) -> None
         raise RequestError(
             f"prompt has {tokens} tokens; at most {most} may wait (max_queued_tokens), so it could never be taken in; "
             "shorten the prompt or raise max_queued_tokens.",
-            code="queue_tokens_full",
             field="prompt",
         )
     if limit is not None and (waiting := queue.places) + n > limit:

@@ -379,8 +379,8 @@ class Scheduler:
         self._waiting.moved()
 
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
-        """The runner could not run `plan`, or this part of one: end its requests with an error, leave all others as they
-        are."""
+        """The runner could not run `plan`, or this part of one: end its requests with an error, leave all others as
+        they are."""
         self._sink(ev.Failed(plan.index, now, tuple(work.seq.id for work in plan.work)))
         ended = []
         for request_id in dict.fromkeys(work.seq.request.id for work in plan.work):

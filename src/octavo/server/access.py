@@ -19,7 +19,8 @@ _encode = json.JSONEncoder(default=str).encode
 
 class AccessLog:
     """ASGI middleware, the outermost one. Gives each request an id (`scope["state"]["request_id"]`; the client's own
-    X-Request-Id is a label, also under `label`, and nothing more), sends it back, and writes a line when the answer is complete.
+    X-Request-Id is a label, also under `label`, and nothing more), sends it back, and writes a line when the answer is
+    complete.
 
     What routes put into `facts_of(scope)` stands in the line as it is: tenant, requests (the engine's ids),
     prompt_tokens, completion_tokens, finish, ttft. `disconnected` and `phase` are found out here, unless a route knows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Sequence as Seq
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.completions import LONG_TEXT
+from octavo.server.encoding import encode_chat
 from octavo.server.errors import ApiError
 from octavo.server.forms import structure_of
 from octavo.server.generation import (
@@ -77,28 +76,13 @@ async def create_chat(request: Request) -> Response:
     return Response(json_bytes(answer.whole(outputs[0])), media_type="application/json")
 
 
-def chat_prompt(state: ServerState, messages: Seq[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-    """Token ids of a conversation. Raises ApiError or RequestError naming the message."""
-    codec = state.built.loaded.tokenizer
-    if codec is None or not codec.has_chat_template:
-        raise ApiError(
-            400,
-            "the model has no chat template; use /v1/completions, or start the server with --chat-template FILE.",
-            code="unsupported",
-            param="messages",
-        )
-    return codec.encode_chat(messages, **options)
-
-
 async def _prompt(state: ServerState, body: ChatBody, tools: ToolUse | None) -> list[int]:
     options = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name not in _RESERVED}
     messages: Seq[Mapping[str, Any]] = body.messages
     if tools is not None:
         options["tools"] = tools.for_template
         messages = tools.messages(messages)
-    if sum(len(str(message.get("content", ""))) for message in messages) > LONG_TEXT:
-        return await asyncio.to_thread(chat_prompt, state, messages, options)
-    return chat_prompt(state, messages, options)
+    return await encode_chat(state, messages, options)
 
 
 def _check_supported(body: ChatBody) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.server.encoding import encode
 from octavo.server.errors import ApiError
 from octavo.server.forms import structure_of
 from octavo.server.generation import (
@@ -34,8 +34,6 @@ from octavo.server.protocol import CompletionBody, parse
 from octavo.server.sse import DONE, GONE, Chunks, json_bytes, started
 from octavo.server.state import ServerState, state_of
 from octavo.types import SamplingParams
-
-LONG_TEXT = 4096  # characters: longer ones are tokenised off the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +80,15 @@ def _params(body: CompletionBody) -> SamplingParams:
 async def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
     prompt = body.prompt
     one: Any = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
-    return [await _prompt(state, body, item, i) for i, item in enumerate(one)]
+    return [await _prompt(state, body, item) for item in one]
 
 
-async def _prompt(state: ServerState, body: CompletionBody, prompt: str | list[int], i: int) -> Prompt:
+async def _prompt(state: ServerState, body: CompletionBody, prompt: str | list[int]) -> Prompt:
     codec = state.built.loaded.tokenizer
     if not isinstance(prompt, str):
         text = codec.decode(prompt, skip_special_tokens=False) if body.echo and codec and _known(state, prompt) else ""
         return Prompt(prompt, text)
-    if codec is None:
-        raise ApiError(400, f"prompt {i} is text and the model has no tokenizer; give token ids.", param="prompt")
-    special = body.add_special_tokens is not False
-    if len(prompt) > LONG_TEXT:
-        return Prompt(await asyncio.to_thread(codec.encode, prompt, add_special_tokens=special), prompt)
-    return Prompt(codec.encode(prompt, add_special_tokens=special), prompt)
+    return Prompt(await encode(state, prompt, special=body.add_special_tokens is not False), prompt)
 
 
 def _known(state: ServerState, ids: Seq[int]) -> bool:

@@ -48,7 +48,7 @@ def router() -> APIRouter:
         what_if,
         methods=["POST"],
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
-        responses=errors(400, 401, 409, 413, 429, 503),
+        responses=errors(400, 401, 409, 413, 415, 429, 503),
     )
     return routes
 

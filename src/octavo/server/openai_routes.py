@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.server.authorization import authorized
-from octavo.server.chat import chat_prompt, create_chat
+from octavo.server.chat import create_chat
 from octavo.server.completions import create_completion
+from octavo.server.encoding import codec_of, encode, encode_chat
 from octavo.server.errors import ApiError
 from octavo.server.generation import check_model, read_body
 from octavo.server.openapi import errors, takes
@@ -76,11 +77,11 @@ async def tokenize(request: Request) -> Response:
     check_model(state, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages.", param="prompt")
-    codec = _codec(state)
+    codec = codec_of(state, "prompt")
     if body.messages is not None:
-        tokens = chat_prompt(state, body.messages, {})
+        tokens = await encode_chat(state, body.messages)
     else:
-        tokens = codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        tokens = await encode(state, body.prompt or "", special=body.add_special_tokens is not False)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": state.built.engine.scheduler.longest,
@@ -100,13 +101,13 @@ async def detokenize(request: Request) -> Response:
     for token in body.tokens:
         if not 0 <= token < vocabulary:
             raise ApiError(400, f"tokens holds {token}; ids are 0 to {vocabulary - 1}.", param="tokens")
-    return JSONResponse({"prompt": _codec(state).decode(body.tokens, skip_special_tokens=False)})
+    return JSONResponse({"prompt": codec_of(state, "tokens").decode(body.tokens, skip_special_tokens=False)})
 
 
 async def tokenizer_info(request: Request) -> Response:
     """What lm-eval asks before it tokenises through the server."""
     state = state_of(request)
-    codec = _codec(state)
+    codec = codec_of(state, "tokens")
     hf = codec.hf
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     return JSONResponse(
@@ -125,9 +126,3 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Forget every cached prefix that nobody uses."""
     freed = await state_of(request).engine.call(lambda engine: engine.scheduler.reset_cache())
     return JSONResponse({"blocks_freed": freed})
-
-
-def _codec(state: ServerState) -> Any:
-    if state.built.loaded.tokenizer is None:
-        raise ApiError(400, "the model has no tokenizer; use token ids.", code="unsupported", param="prompt")
-    return state.built.loaded.tokenizer

@@ -24,6 +24,7 @@ from octavo.server.traffic import SECONDS, Recorded
 from octavo.types import Sequence
 
 LEAST_STEPS = 64  # timed steps from which step times can be fitted and checked
+MOST_PAGES = 1 << 20  # of a pool: beyond that the worker would run out of memory
 TIME_LIMIT = 60.0  # seconds of the whole answer
 _LOOK = 0.05
 
@@ -66,6 +67,9 @@ def changed(now: Settings, body: WhatIfBody) -> Settings:
     page_bytes = now.page_bytes // now.block_size * size
     kv_bytes = body.kv_bytes or now.kv_bytes
     pages, groups = kv_bytes // page_bytes, len(now.windows)
+    if pages > MOST_PAGES:
+        limit = f"that is {pages} blocks of {page_bytes} bytes; at most {MOST_PAGES} are simulated"
+        raise _impossible("kv_bytes", kv_bytes, limit)
     if pages < groups:
         name = "block_size" if body.kv_bytes is None else "kv_bytes"
         need = (
