@@ -64,7 +64,7 @@ class Stream:
         self.max_unread = max_unread
         self.request_id = submission.request_id
         self.prompt = submission.prompt
-        self.samples = submission.params.n
+        self.params = submission.params
         self.finished = False
         self.aborted = False
         self._engine = engine

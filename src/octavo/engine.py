@@ -143,6 +143,8 @@ class Engine:
             tokens = tuple(prompt)
         except TypeError:
             tokens = (None,)
+        if set(map(type, tokens)) <= {int}:  # as good as always, and ten times quicker
+            return tokens
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
             raise RequestError("prompt is neither a text nor a list of token ids (whole numbers).", field="prompt")
         return tuple(int(token) for token in tokens)

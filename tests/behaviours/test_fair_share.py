@@ -529,9 +529,9 @@ def test_a_queue_full_of_tokens_refuses_with_the_numbers(strategy: str, order: s
     with pytest.raises(RequestError) as refused:
         b.add(21, 8)
     assert (refused.value.code, refused.value.field) == ("queue_tokens_full", None)
-    assert "30 of at most 50 prompt tokens wait already (max_queued_tokens) and this request has 21" in str(
-        refused.value
-    )
+    whose = " of tenant ''" if order == "fair" else ""
+    told = f"30 of at most 50 prompt tokens{whose} wait already (max_queued_tokens) and this request has 21"
+    assert told in str(refused.value)
     b.add(20, 8, n=1)
     b.step()  # the first has been admitted
     third = b.add(30, 8)
@@ -587,3 +587,17 @@ def test_who_gave_up_waiting_makes_room_and_every_request_is_counted_once(order:
     assert totals.accepted + totals.refused == 41
     assert totals.expired > 0
     assert totals.finished == totals.accepted
+
+
+@each_strategy
+def test_a_flood_fills_its_own_places_in_the_line_and_nobody_elses(strategy: str) -> None:
+    b = bench(strategy, order="fair", max_num_seqs=1, max_queue=3, max_queued_tokens=60)
+    for _ in range(3):
+        b.add(16, 8, tenant="flood")
+    for tokens, code in ((4, "queue_full"), (16, "queue_full")):
+        with pytest.raises(RequestError, match="3 of at most 3 sequences of tenant 'flood'") as refused:
+            b.add(tokens, 8, tenant="flood")
+        assert refused.value.code == code
+    guest = b.add(16, 8, tenant="guest")
+    b.run()
+    assert len(b.tokens(guest)) == 8

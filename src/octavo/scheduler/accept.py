@@ -66,13 +66,9 @@ def check_room(request: Request, ceiling: int, kv: KVManager, config: SchedulerC
 class Queue(Protocol):
     """What waits now."""
 
-    @property
-    def places(self) -> int:
-        """Sequences that wait: a request counts all of its n samples."""
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of requests that were never admitted."""
+    def load(self, tenant: str) -> tuple[int, int]:
+        """(sequences that wait, prompt tokens of those never admitted), as far as they count for a request of the
+        tenant: all of them, or under fair share its own. A request counts all of its n samples and its prompt once."""
 
 
 def check_queue(request: Request, config: SchedulerConfig, queue: Queue) -> None:
@@ -89,15 +85,19 @@ def check_queue(request: Request, config: SchedulerConfig, queue: Queue) -> None
             "shorten the prompt or raise max_queued_tokens.",
             field="prompt",
         )
-    if limit is not None and (waiting := queue.places) + n > limit:
+    if limit is None and most is None:
+        return
+    waiting, queued = queue.load(request.tenant)
+    whose = f" of tenant {request.tenant!r}" if config.order == "fair" else ""
+    if limit is not None and waiting + n > limit:
         raise RequestError(
-            f"{waiting} of at most {limit} sequences wait already (max_queue) and this request needs {n} places; "
-            "try again later.",
+            f"{waiting} of at most {limit} sequences{whose} wait already (max_queue) and this request needs {n} "
+            "places; try again later.",
             code="queue_full",
         )
-    if most is not None and queue.queued_tokens + tokens > most:
+    if most is not None and queued + tokens > most:
         raise RequestError(
-            f"{queue.queued_tokens} of at most {most} prompt tokens wait already (max_queued_tokens) and this request "
+            f"{queued} of at most {most} prompt tokens{whose} wait already (max_queued_tokens) and this request "
             f"has {tokens}; try again later.",
             code="queue_tokens_full",
         )

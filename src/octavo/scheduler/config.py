@@ -44,9 +44,10 @@ class SchedulerConfig:
                             each), and one that has less than its share of slots and memory may displace the sequences
                             of one that has more
     tenant_weights          tenant -> its part in a fair share, from 0.001 to 1000; 1 where none is given
-    max_queue               most sequences that may wait (n samples count n); None: no limit
-    max_queued_tokens       most prompt tokens of requests that were never admitted yet (n samples count once); None: no
-                            limit
+    max_queue               most sequences that may wait (n samples count n), with order `fair` of each tenant, so that
+                            one cannot take all places; None: no limit
+    max_queued_tokens       most prompt tokens of requests that were never admitted yet (n samples count once), with
+                            order `fair` of each tenant; None: no limit
     quotas                  tenant -> most blocks its sequences may hold together
     speculative_tokens      most tokens drafted ahead for a sequence and verified in the same step; 0: none
     speculative_limit       most tokens of decodes and drafts together in a step that drafts: as long as a step takes

@@ -58,6 +58,12 @@ class FairRoom(WaitingRoom):
     def hopeless(self) -> int:
         return 0  # whose turn it is may change with every token
 
+    def load(self, tenant: str) -> tuple[int, int]:
+        """The tenant's own: if one floods the line, the others' places are not taken."""
+        own = tuple(self._tenants.of(tenant))
+        fresh = sum(seq.prompt_length for seq in own if seq.admitted_at is None)
+        return sum(map(self._residents.places, own)), fresh
+
     def _holdings(self) -> Holdings:
         at = (self._residents.step, self._residents.changes, self._tenants.changes)
         if self._held is None or self._held[0] != at:

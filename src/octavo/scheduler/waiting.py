@@ -45,10 +45,9 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._line)
 
-    @property
-    def places(self) -> int:
-        """Samples that wait: a request counts all of its n."""
-        return sum(self._residents.places(seq) for seq in self._line)
+    def load(self, tenant: str) -> tuple[int, int]:
+        """(samples that wait: a request counts all of its n, prompt tokens never admitted), whosever they are."""
+        return sum(map(self._residents.places, self._line)), self.queued_tokens
 
     def add(self, seq: Sequence) -> None:
         self._line.add(seq)

@@ -25,6 +25,7 @@ from octavo.server.generation import (
     sampling,
     stream_pieces,
     submit,
+    told_stop,
     usage,
     watched,
 )
@@ -152,7 +153,7 @@ class _Answer:
             "message": message,
             "logprobs": None if sample.logprobs is None else for_chat(sample.logprobs, self._texts),
             "finish_reason": _finish(sample.finish_reason, called=bool(calls)),
-            "stop_reason": sample.stop_reason,
+            "stop_reason": told_stop(sample, self.running.streams[0].params),
         }
         if self.body.return_token_ids:
             choice |= {"token_ids": list(sample.token_ids), "prompt_token_ids": list(self.prompt)}
@@ -198,7 +199,7 @@ async def _events(request: Request, answer: _Answer) -> AsyncGenerator[bytes, No
     at_end, each = answer.body.usage_wanted
     chunks = Chunks(answer.head, with_usage=at_end)
     reader = Reader(answer.running.streams[0], 0)
-    parsers = {i: answer.parser() for i in range(answer.running.streams[0].samples)}
+    parsers = {i: answer.parser() for i in range(answer.running.streams[0].params.n)}
     begun: set[int] = set()
     async with watched(request, answer.state, answer.running):
         async for pieces in stream_pieces(answer.state, [reader]):

@@ -26,6 +26,7 @@ from octavo.server.generation import (
     sampling,
     stream_pieces,
     submit,
+    told_stop,
     usage,
     watched,
 )
@@ -125,7 +126,7 @@ class _Answer:
             sample.token_ids,
             sample.logprobs,
             sample.finish_reason,
-            sample.stop_reason,
+            told_stop(sample, self.running.streams[i].params),
         )
         return self.choice(piece, output)
 

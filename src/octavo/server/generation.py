@@ -256,6 +256,13 @@ async def ends(state: ServerState, running: Running) -> list[RequestOutput]:
     return outputs
 
 
+def told_stop(sample: CompletionOutput, params: SamplingParams) -> str | int | None:
+    """What ended the sample, if the client had asked for it: a stop string, or one of its stop tokens. That a model has
+    said its end-of-sequence token is told by the finish reason alone, as in vLLM."""
+    reason = sample.stop_reason
+    return None if isinstance(reason, int) and reason not in params.stop_token_ids else reason
+
+
 class Reader:
     """Turns the growing states of one request into pieces: each character, token and logprob once."""
 
@@ -263,9 +270,9 @@ class Reader:
         self.stream = stream
         self.last: RequestOutput | None = None
         self._first = first_index
-        self._chars = [0] * stream.samples
-        self._tokens = [0] * stream.samples
-        self._ended = [False] * stream.samples
+        self._chars = [0] * stream.params.n
+        self._tokens = [0] * stream.params.n
+        self._ended = [False] * stream.params.n
 
     def pieces(self, output: RequestOutput) -> list[Piece]:
         self.last = output
@@ -284,7 +291,9 @@ class Reader:
         self._chars[i] += len(text)
         self._tokens[i] = end - start
         self._ended[i] = sample.finish_reason is not None
-        return Piece(self._first + i, text, tokens, logprobs, sample.finish_reason, sample.stop_reason)
+        return Piece(
+            self._first + i, text, tokens, logprobs, sample.finish_reason, told_stop(sample, self.stream.params)
+        )
 
 
 def stream_pieces(state: ServerState, readers: Seq[Reader]) -> AsyncIterator[list[Piece]]:
