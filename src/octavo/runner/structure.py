@@ -64,7 +64,7 @@ class Structures:
         self._states: dict[int, _State] = {}
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
         self._end = np.zeros(vocab_size, np.bool_)
-        self._end[sorted(eos_ids)] = True
+        self._end[[token for token in eos_ids if token < vocab_size]] = True  # a config may name others
 
     def prepare(self) -> None:
         """Make the table of the vocabulary now; it takes up to seconds, once. Raises as `compile` does."""
