@@ -87,6 +87,8 @@ def build_engine(
             )
     kv_bytes = config.kv_memory if budget is None else _kv_share(config, budget, layout, longest_model)
     assert kv_bytes is not None
+    if budget is None:
+        _check_memory(kv_bytes, loaded)
     max_model_len = _fit_length(config, layout, kv_bytes, longest_model)
     pages = kv_bytes // layout.page_bytes
     header = log_header(config, loaded, layout, pages, _scheduler_config(config, max_model_len))
@@ -110,6 +112,18 @@ def build_engine(
     return BuiltEngine(
         engine, config, loaded, layout, pages, max_model_len, budget, writer, kv_dtype.name, phases.seconds
     )
+
+
+def _check_memory(kv_bytes: int, loaded: LoadedModel) -> None:
+    """Raises OctavoError if the device could never hold so much KV: it would be found out page by page otherwise."""
+    from octavo.runner.memory import device_capacity
+
+    capacity = device_capacity(loaded)
+    if capacity is not None and kv_bytes + loaded.weight_bytes > capacity:
+        raise OctavoError(
+            f"kv_memory is {kv_bytes} bytes; with {loaded.weight_bytes} bytes of weights that is more than the "
+            f"{capacity} bytes of the device; lower kv_memory to at most {max(0, capacity - loaded.weight_bytes)}."
+        )
 
 
 def load_configured(config: EngineConfig) -> LoadedModel:

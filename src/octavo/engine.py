@@ -270,6 +270,8 @@ class Engine:
         failed = [self._live.pop(r) for r in dict.fromkeys(work.seq.request.id for work in plan.work)]
         for live in failed:
             live.close(now)
+        if isinstance(error, RequestError):
+            return [live.output(error=str(error), code=error.code) for live in failed]
         return [live.output(error=f"the step failed: {error}") for live in failed]
 
     def _ended(self, seq: Sequence, reason: FinishReason, now: float) -> None:

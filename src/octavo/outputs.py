@@ -56,4 +56,5 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: str | None = None
+    error_code: str | None = None  # `queue_timeout`, `engine_error`, or that of the RequestError it was
     usage: dict[str, int] = field(default_factory=dict)

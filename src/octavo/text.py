@@ -138,8 +138,8 @@ class LiveRequest:
                 if i < len(self._prompt_logprobs):
                     self._prompt_logprobs[i] = value
 
-    def output(self, error: str | None = None) -> RequestOutput:
-        """The request as of now; clears the deltas."""
+    def output(self, error: str | None = None, code: str = "engine_error") -> RequestOutput:
+        """The request as of now, with the error that it ended with; clears the deltas."""
         first, *others = self.seqs
         generated, preemptions, drafted = first.generated, first.preemptions, first.drafted
         accepted, finished = first.drafts_accepted, first.status is Status.FINISHED
@@ -150,7 +150,10 @@ class LiveRequest:
             accepted += seq.drafts_accepted
             finished &= seq.status is Status.FINISHED
         if error is None and first.stop_match == "deadline":
-            error = "the request's deadline passed before there was room for it; nothing was computed"
+            error, code = (
+                "the request's deadline passed before there was room for it; nothing was computed",
+                "queue_timeout",
+            )
         return RequestOutput(
             request_id=self.request.id,
             prompt=self._prompt,
@@ -170,6 +173,7 @@ class LiveRequest:
             ),
             prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             error=error,
+            error_code=None if error is None else code,
             usage={
                 "prompt_tokens": len(self.request.prompt),
                 "completion_tokens": generated,

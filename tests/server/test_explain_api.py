@@ -28,10 +28,13 @@ def runner() -> ScriptedRunner:
     return ScriptedRunner(delay=0.005)
 
 
+SETTINGS = {"access_log": False, "stall_seconds": 1.0}
+
+
 @pytest.fixture(scope="module")
 def shared(model: Path, runner: ScriptedRunner) -> Iterator[Serving]:
     """One server for the tests: one request at a time."""
-    with serving(model, runner=runner, server={"access_log": False}, max_num_seqs=1, max_model_len=512) as one:
+    with serving(model, runner=runner, server=SETTINGS, max_num_seqs=1, max_model_len=512) as one:
         yield one
 
 
@@ -228,6 +231,25 @@ def test_a_bad_event_id_is_refused(one: Serving) -> None:
 
 
 # -- a stopped scheduler ----------------------------------------------------------------------------------------------
+
+
+def test_while_a_long_step_runs_the_reasons_of_its_plan_still_hold(
+    one: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explain, "WAIT", 0.1)
+    holder, waiter = Streaming(one, "holder"), Streaming(one, "waiter")
+    one.until(lambda: get(one, "/kv/requests/waiter")["wait"])
+    one.runner.gate.clear()
+    one.until(lambda: one.state.engine.health().stalled > 0.2)
+    wait = get(one, "/kv/requests")["requests"][1]["wait"]
+    if one.state.engine.health().stalled < 1.0:  # on a busy machine the look may have taken longer
+        assert wait["cause"] == "slots"
+        assert "needs 1 slot, 0 available" in wait["sentence"]
+        assert "the step now running began" in wait["sentence"]
+        assert get(one, "/kv/ledger")["limiting"]["resource"] in ("slots", "none")
+    one.runner.gate.set()
+    holder.close()
+    waiter.close()
 
 
 def test_when_the_engine_stands_still_the_missing_step_is_everybodys_reason(

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.kv.strategies import STRATEGIES
 from octavo.server.block_map import take_map
-from octavo.server.snapshot import EXPLAINED, take_row, take_stalled
+from octavo.server.snapshot import EXPLAINED, Absence, take_outside, take_row
 from octavo.types import RequestError
 from tests.server.looking import Looked
 
@@ -299,7 +299,7 @@ def test_an_engine_that_does_not_come_back_is_read_from_outside() -> None:
     one = Looked(pages=256, max_num_seqs=1)
     running, waiter = one.add(9, 20), one.add(8, 20)
     one.step()
-    found = take_stalled(one.built, {waiter: "mine"}, one.inspector, 12.4)
+    found = take_outside(one.built, {waiter: "mine"}, one.inspector, Absence(12.4, True))
     assert [row.id for row in found.rows] == [running, waiter]
     assert found.rows[0].wait is None
     assert found.rows[1].wait is not None

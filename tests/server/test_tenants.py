@@ -33,8 +33,8 @@ def test_without_keys_everybody_is_the_tenant_without_a_name() -> None:
 def test_a_key_says_whose_it_is() -> None:
     tenants = Tenants(config(ALICE, BOB))
     assert tenants.required
-    assert tenants.identify("Bearer sk-alice") == Tenant("alice", -1, "a", 2, 40)
-    assert tenants.identify("bearer  sk-bob ") == Tenant("bob")
+    assert tenants.identify("Bearer sk-alice") == Tenant("alice", -1, "a", 2, 40, operator=False)
+    assert tenants.identify("bearer  sk-bob ") == Tenant("bob", operator=False)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class Tokenizer:
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Token ids of a conversation through the model's chat template, ready for the assistant's turn.
 
         A message's content is a text or a list of {"type": "text", "text": …} parts. Raises RequestError for a

@@ -95,6 +95,13 @@ def device_total(loaded: LoadedModel) -> int:
     return min([available, *(int(text) for text in texts if text.isdigit())])  # "max": no limit
 
 
+def device_capacity(loaded: LoadedModel) -> int | None:
+    """Memory of the device, whoever uses it now; None if that cannot be told."""
+    if loaded.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(loaded.device)[1])
+    return _meminfo()["MemTotal"] if Path("/proc/meminfo").is_file() else None
+
+
 def _counts(tokens: int, seqs: int, longest: int) -> list[int]:
     """Tokens per sequence: as long as allowed, while every sampled row gets a sequence of its own if tokens last."""
     seqs = min(seqs, tokens)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import OctavoError
 from octavo.models.tokenizer import first_line
 from octavo.types import RequestError, Sequence, Structure
 
@@ -242,7 +241,11 @@ def _unsupported(message: str) -> RequestError:
     return RequestError(message, code="unsupported", field="structure")
 
 
-def _lost(state: _State, why: str) -> OctavoError:
+def _lost(state: _State, why: str) -> RequestError:
     """Nothing can come next; whoever asks again begins anew."""
     state.matcher, state.read = None, []
-    return OctavoError(f"the answer cannot follow its structure any further: {why.rstrip('.')}.")
+    return RequestError(
+        f"the answer cannot follow its structure any further: {why.rstrip('.')}; simplify the structure.",
+        code="structure_failed",
+        field="structure",
+    )

@@ -55,7 +55,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.requests: dict[str, list[Sequence]] = {}
-        self.last_step: float | None = None
+        self.last_step: float | None = None  # when a plan was last asked for or settled
         self._sink = sink
         self._engine_identity = engine_identity
         self._digest = digest
@@ -220,8 +220,9 @@ class Scheduler:
             work.pop(seq.id, None)
         decoding = len(work) + (0 if coast is None else len(coast))
         left = self.config.max_num_batched_tokens - decoding
-        if budget is not None and decoding:
-            left = min(left, max(budget, self.kv.block_size))
+        self._waiting.paced = None
+        if budget is not None and decoding and (paced := max(budget, self.kv.block_size)) < left:
+            left = self._waiting.paced = paced
         if self._fair is not None:
             self._deal(chunks, left, work, now)
         else:
@@ -301,6 +302,7 @@ class Scheduler:
         memory is as full as the step made it. Drafts are judged after it.
         """
         self._sink(ev.Settled(plan.index, now, result.tokens))
+        self.last_step = now
         self._waiting.moved()
         if plan.copies:
             self.kv.done(plan.copies)

@@ -38,6 +38,9 @@ class WaitingRoom:
         self._touched = False  # somebody has come or gone since
         self._again: dict[int, int] = {}  # sequence -> plan before which asking again is of no use without relief
         self._causes: Counter[str] | None = None  # how many wait for what, once somebody has asked
+        self.paced: int | None = (
+            None  # prompt tokens to which the last step was held, if that is less than it could take
+        )
 
     def _make_line(self) -> WaitingQueue | TenantLines:
         return WaitingQueue(by_priority=self._config.order == "priority")
@@ -178,6 +181,11 @@ class WaitingRoom:
 
     def _no_tokens(self) -> Wait:
         return Wait(Cause.BUDGET, 1, 0, 1, f"of {self._config.max_num_batched_tokens} tokens a step")
+
+    def _of_a_step(self) -> str:
+        if self.paced is not None:
+            return f"of the {self.paced} prompt tokens a step that itl_target leaves beside running streams"
+        return f"of {self._config.max_num_batched_tokens} tokens a step"
 
     def _prefix_in_flight(self, seq: Sequence) -> Wait | None:
         """Its next missing block is being computed by someone else: waiting is cheaper than computing it twice."""

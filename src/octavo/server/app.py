@@ -74,8 +74,9 @@ def _replace_template(engine: BuiltEngine, path: str) -> None:
         raise OctavoError("chat_template is given and the model has no tokenizer; leave it out.")
     try:
         tokenizer.use_chat_template(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise OctavoError(f"chat_template is {path!r}, which cannot be read: {error}.") from None
+        tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    except (OSError, UnicodeDecodeError, OctavoError) as error:
+        raise OctavoError(f"chat_template is {path!r}, which cannot be used: {error}") from None
 
 
 def create_app(config: ServerConfig, built: Built | None = None) -> FastAPI:

@@ -36,17 +36,26 @@ from octavo.server.state import ServerState, state_of
 from octavo.server.tools import ToolParser, ToolUse, check_tools
 from octavo.types import FinishReason, SamplingParams
 
-# What the server says itself when it writes a conversation; a client may not.
+# What the server says itself when it writes a conversation, and what would change what it gets back; a client may not.
 _RESERVED = frozenset(
-    {
+    [
+        "self",
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
         "chat_template",
         "tokenize",
         "add_generation_prompt",
         "continue_final_message",
-        "tools",
-        "conversation",
-        "messages",
-    }
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
 )
 
 
@@ -78,7 +87,13 @@ async def create_chat(request: Request) -> Response:
 
 
 async def _prompt(state: ServerState, body: ChatBody, tools: ToolUse | None) -> list[int]:
-    options = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name not in _RESERVED}
+    options = dict(body.chat_template_kwargs or {})
+    if reserved := sorted(_RESERVED.intersection(options)):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs has {reserved[0]}, which the server gives itself; leave it out.",
+            param="chat_template_kwargs",
+        )
     messages: Seq[Mapping[str, Any]] = body.messages
     if tools is not None:
         options["tools"] = tools.for_template
@@ -92,6 +107,8 @@ def _check_supported(body: ChatBody) -> None:
         raise ApiError(
             400, f"{name} is not supported: the model always begins a new message; leave it out.", param=name
         )
+    if not 0 <= (body.top_logprobs or 0) <= 20:
+        raise ApiError(400, f"top_logprobs is {body.top_logprobs}; it must be from 0 to 20.", param="top_logprobs")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
 

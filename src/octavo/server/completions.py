@@ -81,15 +81,17 @@ def _params(body: CompletionBody) -> SamplingParams:
 async def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
     prompt = body.prompt
     one: Any = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
-    return [await _prompt(state, body, item) for item in one]
+    characters = sum(len(item) for item in one if isinstance(item, str))
+    return [await _prompt(state, body, item, characters) for item in one]
 
 
-async def _prompt(state: ServerState, body: CompletionBody, prompt: str | list[int]) -> Prompt:
+async def _prompt(state: ServerState, body: CompletionBody, prompt: str | list[int], characters: int) -> Prompt:
     codec = state.built.loaded.tokenizer
     if not isinstance(prompt, str):
         text = codec.decode(prompt, skip_special_tokens=False) if body.echo and codec and _known(state, prompt) else ""
         return Prompt(prompt, text)
-    return Prompt(await encode(state, prompt, special=body.add_special_tokens is not False), prompt)
+    special = body.add_special_tokens is not False
+    return Prompt(await encode(state, prompt, special=special, beside=characters - len(prompt)), prompt)
 
 
 def _known(state: ServerState, ids: Seq[int]) -> bool:

@@ -29,6 +29,8 @@ class TenantConfig:
     quota_blocks  most KV blocks that the tenant's requests may hold together; None: no limit
     weight        share of the tenant where `order` is fair: 2 gets twice as much as 1
     salt          forced on its prefixes, so that they are shared only with keys of the same salt
+    operator      may see all tenants' requests and ask what-if; others see their own. Where all keys are of one tenant,
+                  each is an operator's
     """
 
     key: str = field(repr=False)
@@ -37,8 +39,11 @@ class TenantConfig:
     quota_blocks: int | None = None
     weight: float = 1
     salt: str | None = field(default=None, repr=False)
+    operator: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.operator, bool):
+            raise ServerConfigError(f"operator of tenant {self.tenant!r} is {self.operator!r}; use true or false.")
         if not isinstance(self.key, str) or not self.key or not all("!" <= letter <= "~" for letter in self.key):
             raise ServerConfigError(
                 "an API key is empty or has letters that no HTTP header carries; use visible ASCII."

@@ -23,11 +23,14 @@ def codec_of(state: ServerState, field: str) -> Tokenizer:
     return codec
 
 
-async def encode(state: ServerState, text: str, *, special: bool = True, field: str = "prompt") -> list[int]:
-    """Token ids of a prompt. Raises ApiError or RequestError for what is no text or longer than any prompt may be."""
+async def encode(
+    state: ServerState, text: str, *, special: bool = True, field: str = "prompt", beside: int = 0
+) -> list[int]:
+    """Token ids of a prompt; `beside`: characters of others in the same body. Raises ApiError or RequestError for what
+    is no text or longer than any prompt may be."""
     codec = codec_of(state, field)
     _check_length(state, len(text), field)
-    if len(text) > LONG:
+    if len(text) + beside > LONG:
         return await asyncio.to_thread(codec.encode, text, add_special_tokens=special)
     return codec.encode(text, add_special_tokens=special)
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from octavo.server.authorization import authorized
+from octavo.server.authorization import authorized, operators_only, tenant_of
 from octavo.server.block_map import take_map
 from octavo.server.errors import ApiError, from_code
 from octavo.server.generation import read_body
 from octavo.server.openapi import errors
 from octavo.server.protocol import parse
-from octavo.server.snapshot import Row, take, take_head, take_row, take_stalled
+from octavo.server.snapshot import Absence, Row, take, take_head, take_outside, take_row
 from octavo.server.sse import GONE, HEADERS, json_bytes
 from octavo.server.state import ServerState, state_of
 from octavo.server.whatif import Recent, Replays, WhatIfBody
@@ -36,19 +37,23 @@ def router() -> APIRouter:
         """Replay the recent traffic with other settings, and say what would change. One at a time."""
         return await _what_if(request, replays)
 
-    for path, route in (("/ledger", ledger), ("/requests", requests), ("/blocks", blocks)):
+    all_tenants = [Depends(operators_only)]
+    for path, route in (("/ledger", ledger), ("/requests", requests)):
         routes.add_api_route(path, route, methods=["GET"], responses=errors(401, 503))
+    routes.add_api_route("/blocks", blocks, methods=["GET"], dependencies=all_tenants, responses=errors(401, 403, 503))
     routes.add_api_route("/timeline", timeline, methods=["GET"], responses=errors(400, 401, 503))
     routes.add_api_route("/requests/{name:path}", one_request, methods=["GET"], responses=errors(401, 404, 503))
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-    routes.add_api_route("/events", events, methods=["GET"], responses={**stream, **errors(400, 401)})
+    answers = {**stream, **errors(400, 401, 403)}
+    routes.add_api_route("/events", events, methods=["GET"], dependencies=all_tenants, responses=answers)
     schema = WhatIfBody.model_json_schema()
     routes.add_api_route(
         "/what-if",
         what_if,
         methods=["POST"],
+        dependencies=all_tenants,
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
-        responses=errors(400, 401, 409, 413, 415, 429, 503),
+        responses=errors(400, 401, 403, 409, 413, 415, 429, 503),
     )
     return routes
 
@@ -59,26 +64,29 @@ async def ledger(request: Request) -> Response:
     head = await _ask(
         state,
         lambda: take_head(state.built),
-        lambda seconds: take_stalled(state.built, state.labels, state.inspector, seconds).head,
+        lambda absent: take_outside(state.built, state.labels, state.inspector, absent).head,
     )
     return _json(head.json())
 
 
 async def requests(request: Request) -> Response:
-    """Every request: those that run, then those that wait, each with the reason."""
+    """Every request: those that run, then those that wait, each with the reason. Who is no operator sees its own."""
     state = state_of(request)
     found = await _ask(
         state,
         lambda: take(state.built, state.labels, state.inspector),
-        lambda seconds: take_stalled(state.built, state.labels, state.inspector, seconds),
+        lambda absent: take_outside(state.built, state.labels, state.inspector, absent),
     )
+    tenant = tenant_of(request)
+    if not tenant.operator:
+        found = replace(found, rows=tuple(row for row in found.rows if row.tenant == tenant.name))
     return await _large(found.json)
 
 
 async def blocks(request: Request) -> Response:
     """Who owns each page of the pool, as runs of equal pages."""
     state = state_of(request)
-    found = await _ask(state, lambda: take_map(state.built), lambda seconds: take_map(state.built))
+    found = await _ask(state, lambda: take_map(state.built), lambda absent: take_map(state.built))
     return await _large(found.json)
 
 
@@ -89,7 +97,7 @@ async def timeline(request: Request, since: Annotated[float | None, Query(allow_
     found = await _ask(
         state,
         lambda: line.samples(built, built.engine.clock.now()),
-        lambda seconds: line.kept(built.engine.clock.now()),
+        lambda absent: line.kept(built.engine.clock.now()),
     )
     new = [sample for sample in found if since is None or sample.at > since]
     return await _large(lambda: {"interval_s": 1.0, "samples": [sample.json() for sample in new]})
@@ -98,14 +106,17 @@ async def timeline(request: Request, since: Annotated[float | None, Query(allow_
 async def one_request(request: Request, name: str) -> Response:
     """One request, by its id or by what its client called it (X-Request-Id); also for a while after its end."""
     state = state_of(request)
-    found = await _ask(state, lambda: _detail(state, name, None), lambda seconds: _detail(state, name, seconds))
-    if found is None:
+    found = await _ask(state, lambda: _detail(state, name, None), lambda absent: _detail(state, name, absent))
+    tenant = tenant_of(request)
+    if found is None or not (tenant.operator or found[0].tenant == tenant.name):
         raise ApiError(
             404,
             f"there is no request {name[:200]!r}: no live one and none of the last that ended has this id or label.",
             code="request_not_found",
             param="id",
         )
+    if not tenant.operator:  # what a prompt was compared with may be somebody else's
+        found[2]["miss"] = None
     return _json(_with_texts(state, found))
 
 
@@ -155,16 +166,17 @@ async def _what_if(request: Request, replays: Replays) -> Response:
 # -- asking the engine ------------------------------------------------------------------------------------------------
 
 
-async def _ask(state: ServerState, ask: Callable[[], T], otherwise: Callable[[float], T]) -> T:
-    """`ask` between two steps; when the engine's thread does not come back, `otherwise` with the seconds for which it
-    has stood still."""
+async def _ask(state: ServerState, ask: Callable[[], T], otherwise: Callable[[Absence], T]) -> T:
+    """`ask` between two steps; when the engine's thread does not come back soon, `otherwise` with the seconds for which
+    it has not, and whether that is more than a step may take."""
     stalled = state.engine.health().stalled
     waiting = True
     call = state.engine.call(lambda engine: ask() if waiting else None)
     try:
         found = await asyncio.wait_for(call, WAIT if stalled < WAIT else _KNOWN_STALL)
     except TimeoutError:
-        return _from_outside(lambda: otherwise(max(stalled, state.engine.health().stalled)))
+        seconds = max(stalled, state.engine.health().stalled)
+        return _from_outside(lambda: otherwise(Absence(seconds, seconds > state.config.stall_seconds)))
     finally:
         waiting = False  # nobody wants it any more: what stands in the engine's inbox costs nothing later
     return found  # type: ignore[return-value]
@@ -180,22 +192,24 @@ def _from_outside(read: Callable[[], T]) -> T:
     raise from_code("engine_dead", "the engine does not answer between two steps and moves all the same; ask again.")
 
 
-def _stands_still(seconds: float) -> Recent:
+def _stands_still(absent: Absence) -> Recent:
     raise from_code(
-        "engine_dead", f"the engine has made no step for {seconds:.0f} s; there is nothing to compare with."
+        "engine_dead", f"the engine has been in one step for {absent.seconds:.0f} s; ask again when it has ended."
     )
 
 
-def _detail(state: ServerState, name: str, stalled: float | None) -> tuple[Row, list[list[int]], dict[str, Any]] | None:
+def _detail(
+    state: ServerState, name: str, absent: Absence | None
+) -> tuple[Row, list[list[int]], dict[str, Any]] | None:
     """(its row, its block tables, the rest)."""
     life = state.inspector.lives.find(name, state.labels)
     if life is None:
         return None
     row, request_id = life.row, life.recorded.id
-    if row is None and stalled is None:
+    if row is None and absent is None:
         row = take_row(state.built, state.labels, state.inspector, request_id)
-    elif row is None and stalled is not None:
-        rows = take_stalled(state.built, state.labels, state.inspector, stalled).rows
+    elif row is None and absent is not None:
+        rows = take_outside(state.built, state.labels, state.inspector, absent).rows
         row = next((one for one in rows if one.id == request_id), None)
     if row is None:
         return None

@@ -206,17 +206,18 @@ def raise_if_failed(state: ServerState, output: RequestOutput) -> None:
     """Raises ApiError if the request ended with an error."""
     if output.error is None:
         return
-    first = output.outputs[0]
-    expired = first.finish_reason is FinishReason.ERROR and first.stop_reason == "deadline"
-    if expired:
+    code = output.error_code or "engine_error"
+    if code == "queue_timeout":
         state.metrics.http_rejected("queue_timeout")
         limit = state.config.max_queue_seconds
         raise from_code(
-            "queue_timeout", f"no room within {limit} s (max_queue_seconds): the server is overloaded; try again later."
+            code, f"no room within {limit} s (max_queue_seconds): the server is overloaded; try again later."
         )
+    if code != "engine_error":
+        raise from_code(code, output.error)
     log.error("request %s has failed: %s", output.request_id, output.error)
     raise from_code(
-        "engine_error", f"{output.error.rstrip('.')}; this request has ended with it, the server goes on: try it again."
+        code, f"{output.error.rstrip('.')}; this request has ended with it, the server goes on: try it again."
     )
 
 

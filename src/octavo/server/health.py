@@ -21,6 +21,8 @@ def router() -> APIRouter:
     routes.add_api_route("/version", version, methods=["GET"])
     routes.add_api_route("/load", load, methods=["GET"])
     routes.add_api_route("/metrics", metrics, methods=["GET"], response_class=PlainTextResponse)
+    for path, route in (("/health", health), ("/ready", ready), ("/ping", health), ("/metrics", metrics)):
+        routes.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)  # what uptime checks send
     return routes
 
 

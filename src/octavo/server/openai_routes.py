@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -9,7 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.server.authorization import authorized
+from octavo.server.authorization import authorized, operators_only
 from octavo.server.chat import create_chat
 from octavo.server.completions import create_completion
 from octavo.server.encoding import codec_of, encode, encode_chat
@@ -20,7 +21,7 @@ from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Tok
 from octavo.server.state import ServerState, state_of
 
 BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody]
-_GENERATING = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+_GENERATING = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
 
@@ -36,10 +37,16 @@ def router() -> APIRouter:
     routes.add_api_route("/v1/models/{name:path}", model, methods=["GET"], responses=errors(401, 404))
     for path, route, body in (("/tokenize", tokenize, TokenizeBody), ("/detokenize", detokenize, DetokenizeBody)):
         routes.add_api_route(
-            path, route, methods=["POST"], openapi_extra=takes(body), responses=errors(400, 401, 404, 413, 415)
+            path, route, methods=["POST"], openapi_extra=takes(body), responses=errors(400, 401, 403, 404, 413, 415)
         )
     routes.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], responses=errors(401, 404))
-    routes.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"], responses=errors(401, 503))
+    routes.add_api_route(
+        "/reset_prefix_cache",
+        reset_prefix_cache,
+        methods=["POST"],
+        dependencies=[Depends(operators_only)],
+        responses=errors(401, 403, 503),
+    )
     return routes
 
 
@@ -88,7 +95,9 @@ async def tokenize(request: Request) -> Response:
         "tokens": tokens,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [codec.decode([token], skip_special_tokens=False) for token in tokens]
+        answer["token_strs"] = await asyncio.to_thread(
+            lambda: [codec.decode([token], skip_special_tokens=False) for token in tokens]
+        )
     return JSONResponse(answer)
 
 
@@ -101,7 +110,8 @@ async def detokenize(request: Request) -> Response:
     for token in body.tokens:
         if not 0 <= token < vocabulary:
             raise ApiError(400, f"tokens holds {token}; ids are 0 to {vocabulary - 1}.", param="tokens")
-    return JSONResponse({"prompt": codec_of(state, "tokens").decode(body.tokens, skip_special_tokens=False)})
+    codec = codec_of(state, "tokens")
+    return JSONResponse({"prompt": await asyncio.to_thread(codec.decode, body.tokens, skip_special_tokens=False)})
 
 
 async def tokenizer_info(request: Request) -> Response:

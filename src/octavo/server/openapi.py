@@ -30,6 +30,7 @@ ERROR = {
 _MEANINGS = {
     400: "A field is out of its limits; the message names it.",
     401: "The API key is missing or wrong.",
+    403: "The key is not an operator's, or the page is of another origin.",
     404: "There is no such model or request.",
     408: "The client did not read its stream.",
     409: "Too little has been seen to answer.",

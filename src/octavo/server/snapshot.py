@@ -1,11 +1,12 @@
 """The engine at one moment between two steps, immutable: its ledger, and every request with the reason why it waits.
 
-`take` runs on the engine's thread. `take_stalled` is for when that thread does not come back: it reads from another
-one, changes nothing, and says that the missing step is why everybody waits.
+`take` runs on the engine's thread. `take_outside` is for when that thread does not come back soon: it reads from
+another one, changes nothing, and tells what the last plan left, or that the missing step is why everybody waits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from octavo.build import BuiltEngine
 from octavo.kv.api import KVManager, Ledger
-from octavo.scheduler.explain import Cause
+from octavo.scheduler.explain import Cause, Wait
 from octavo.scheduler.scheduler import Scheduler
 from octavo.server.ledger import ByteLedger, ledger_bytes
 from octavo.server.waits import SHOWN, Ends, Told, ends_of, limiting, not_offered, stalled, tell
@@ -79,6 +80,7 @@ class Head:
     longest: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    unmeasured: tuple[str, ...] = ()  # lines that stand at 0 because `kv_memory` was given and nothing was measured
 
     def json(self) -> dict[str, Any]:
         return {
@@ -96,6 +98,7 @@ class Head:
             "longest": self.longest,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
+            "unmeasured": list(self.unmeasured),
         }
 
 
@@ -138,20 +141,57 @@ def take_row(built: BuiltEngine, labels: Mapping[str, str], past: Past, request_
     return row_of(seqs, scheduler.kv, own, told, labels, past, now)
 
 
-def take_stalled(built: BuiltEngine, labels: Mapping[str, str], past: Past, seconds: float) -> Snapshot:
-    """Everything as the engine's thread left it, `seconds` ago. From any thread, while that one stands still."""
+class Absence(NamedTuple):
+    """The engine's thread is inside a step for so many seconds; `stalled`: longer than a step may take."""
+
+    seconds: float
+    stalled: bool
+
+
+def take_outside(built: BuiltEngine, labels: Mapping[str, str], past: Past, absent: Absence) -> Snapshot:
+    """Everything as the last plan left it. From any thread, while the engine's own is inside a step: nothing is asked
+    of the scheduler that could change what it remembers."""
     scheduler = built.engine.scheduler
-    waiting = sum(map(_waits, list(scheduler.requests.values())))
-    head = _head(built, scheduler.kv.ledger(), {Cause.STALLED.value: waiting} if waiting else {}, seconds)
+    requests = _in_order(list(scheduler.requests.values()), scheduler)
+    waits = _Standing(scheduler, absent)
+    told = [waits.of(seqs) if _waits(seqs) else None for seqs in requests]
+    causes = Counter(one.cause for one in told if one is not None)
+    head = _head(built, scheduler.kv.ledger(), dict(causes), absent.seconds if absent.stalled else 0.0)
     own = {seq.id: scheduler.kv.blocks_of(seq.id) for seq in list(scheduler.running)}
-    told = stalled(seconds)
-    ordered = _in_order(list(scheduler.requests.values()), scheduler)
-    return Snapshot(
-        head,
-        tuple(
-            row_of(seqs, scheduler.kv, own, told if _waits(seqs) else None, labels, past, head.at) for seqs in ordered
-        ),
+    rows = (
+        row_of(seqs, scheduler.kv, own, one, labels, past, head.at) for seqs, one in zip(requests, told, strict=True)
     )
+    return Snapshot(head, tuple(rows))
+
+
+class _Standing:
+    """What those who wait were told in the last plan, while its step runs."""
+
+    def __init__(self, scheduler: Scheduler, absent: Absence) -> None:
+        waits, self._unseen = scheduler.standing()
+        self._waits = dict(waits)
+        self._absent = absent
+        self._scheduler = scheduler
+
+    def of(self, seqs: Seq[Sequence]) -> Told:
+        if self._absent.stalled:
+            return stalled(self._absent.seconds)
+        seq = next((seq for seq in seqs if _in_line(seq)), seqs[0])
+        wait = self._waits.get(seq.id) or self._of_unseen()
+        told = not_offered() if wait is None else tell(wait, Ends((), None), _FAR)
+        return told._replace(sentence=f"{told.sentence}; the step now running began {self._absent.seconds:.0f} s ago")
+
+    def _of_unseen(self) -> Wait | None:
+        """Of all who were not offered anything: the reason of the one at which the plan stopped, or to be behind it."""
+        if not self._waits or self._unseen is Cause.NEXT_STEP:
+            return None
+        last, wait = next(reversed(self._waits.items()))
+        if self._unseen is not Cause.BEHIND:
+            return wait
+        behind = next(
+            (r for r, seqs in list(self._scheduler.requests.items()) if any(s.id == last for s in seqs)), None
+        )
+        return Wait(Cause.BEHIND, 0, 0, 0, "requests", behind=behind, behind_wait=wait)
 
 
 # -- the ledger's side ------------------------------------------------------------------------------------------------
@@ -186,6 +226,7 @@ def _head(built: BuiltEngine, pool: Ledger, causes: dict[str, int], stopped: flo
         longest=scheduler.longest,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        unmeasured=("activations", "workspace") if built.budget is None else (),
     )
 
 

@@ -22,20 +22,23 @@ OPERATOR_SALT, CLIENT_SALT = "operator salt", "salt"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who sends a request. `salt`: the operator's; `quota`: most KV blocks together."""
+    """Who sends a request. `salt`: the operator's; `quota`: most KV blocks together; `operator`: whether it may see
+    what is other tenants'."""
 
     name: str = ""
     priority: int = 0
     salt: str | None = field(default=None, repr=False)
     weight: float = 1
     quota: int | None = None
+    operator: bool = True
 
 
 class Tenants:
     """Who may use the server: everybody where no keys are configured, and then all are one tenant without a name."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._keys = tuple((_digest(entry.key), _tenant(entry)) for entry in config.api_keys)
+        alone = len({entry.tenant for entry in config.api_keys}) == 1
+        self._keys = tuple((_digest(entry.key), _tenant(entry, alone)) for entry in config.api_keys)
 
     @property
     def required(self) -> bool:
@@ -80,8 +83,9 @@ def shown(keys: Iterable[TenantConfig]) -> str:
     return f"{count} key{'' if count == 1 else 's'}"
 
 
-def _tenant(entry: TenantConfig) -> Tenant:
-    return Tenant(entry.tenant, entry.priority, entry.salt, entry.weight, entry.quota_blocks)
+def _tenant(entry: TenantConfig, alone: bool) -> Tenant:
+    operator = entry.operator or alone
+    return Tenant(entry.tenant, entry.priority, entry.salt, entry.weight, entry.quota_blocks, operator)
 
 
 def _digest(key: str) -> bytes:

@@ -34,6 +34,7 @@ class Told(NamedTuple):
     holders: tuple[Holder, ...]
     unblocks: str
     eta_s: float | None
+    held: int = 0  # blocks kept free for requests that already run, which are not to be had: need + held > have
 
     def json(self) -> dict[str, Any]:
         holders = [{"request": holder.request, "amount": holder.amount} for holder in self.holders]
@@ -76,6 +77,7 @@ def tell(wait: Wait, ends: Ends, before: int, most: int = SHOWN) -> Told:
         wait.holders[:most],
         text,
         eta,
+        wait.held if wait.cause is Cause.HELD else 0,
     )
 
 
@@ -175,6 +177,6 @@ def limiting(by_cause: dict[str, int], waits: Seq[Wait]) -> tuple[str, str]:
 _TITLE = {
     "memory": "KV memory",
     "slots": "Sequences at once (max_num_seqs)",
-    "tokens": "Tokens per step (max_num_batched_tokens)",
+    "tokens": "Tokens per step (max_num_batched_tokens, or itl_target where it is set)",
     "quota": "A tenant's quota",
 }
