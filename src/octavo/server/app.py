@@ -27,7 +27,7 @@ from octavo.server.access import AccessLog
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError, from_code, from_engine
 from octavo.server.inspector import Inspector
-from octavo.server.lifecycle import Drain
+from octavo.server.lifecycle import Drain, give_way_to_steps
 from octavo.server.metrics import Metrics
 from octavo.server.openapi import describe
 from octavo.server.sse import GONE, json_bytes
@@ -100,6 +100,7 @@ def create_app(config: ServerConfig, built: Built | None = None) -> FastAPI:
         if built.engine.loaded.tokenizer is not None:
             built.engine.loaded.tokenizer.encode("a")  # made at first use: not while somebody waits
         state.engine.start()
+        give_way_to_steps()
         yield
         await state.engine.stop()
         if built.engine.log is not None:
