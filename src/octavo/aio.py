@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from octavo.engine import Engine
 from octavo.errors import OctavoError
 from octavo.outputs import RequestOutput
-from octavo.types import RequestError, SamplingParams, Status
+from octavo.types import RequestError, SamplingParams, phase_of
 
 log = logging.getLogger("octavo.engine")
 T = TypeVar("T")
@@ -334,17 +334,6 @@ def _submit_all(engine: Engine, submissions: Seq[Submission]) -> None:
 
 
 def _abort(engine: Engine, request_id: str) -> None:
-    phase = phase_of(engine, request_id)
+    phase = phase_of(engine.scheduler.requests.get(request_id, ()))
     if engine.abort(request_id) is not None:
         log.info("aborted %s while %s", request_id, phase)
-
-
-def phase_of(engine: Engine, request_id: str) -> str:
-    """Where a request stands: queued, prefill, decode, preempted or ended."""
-    seqs = engine.scheduler.requests.get(request_id)
-    for seq in seqs or ():
-        if seq.status is Status.WAITING:
-            return "preempted" if seq.preemptions else "queued"
-        if seq.status is Status.RUNNING:
-            return "decode" if seq.generated else "prefill"
-    return "ended"

@@ -276,3 +276,17 @@ class Sequence:
     @property
     def output(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
+
+
+def phase_of(seqs: Seq[Sequence]) -> str:
+    """Where a request stands: queued, prefill, decode, preempted or ended."""
+    if len(seqs) == 1 and seqs[0].status is Status.WAITING:
+        return "preempted" if seqs[0].preemptions else "queued"
+    running = [seq for seq in seqs if seq.status is Status.RUNNING]
+    if running:
+        decoding = any(seq.generated and len(seq.tokens) - seq.computed <= 1 for seq in running)
+        return "decode" if decoding else "prefill"
+    waiting = [seq for seq in seqs if seq.status is Status.WAITING]
+    if not waiting:
+        return "ended"
+    return "preempted" if any(seq.preemptions for seq in waiting) else "queued"

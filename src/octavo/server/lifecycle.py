@@ -17,7 +17,7 @@ from octavo.errors import OctavoError
 from octavo.server.errors import ApiError, from_code
 
 CLOSING_SECONDS = 5  # for the last bytes of answers, once no request runs any more
-_NICE = 10  # of the event loop's thread: 48 streams lose 6 % to HTTP instead of 12 (server_overhead.py --real)
+_NICE = 3  # of the event loop's thread: 48 streams lose 3 % to HTTP instead of 12 (server_overhead.py --real)
 _LOOK = 0.05  # seconds between two looks at whether requests still run
 _KEEP_ALIVE = 75  # seconds that an idle connection is kept: longer than load generators' pools keep theirs
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from octavo import events as ev
 from octavo.kv.prefix import Miss
-from octavo.server.snapshot import Row, phase_of
+from octavo.server.snapshot import Row
 from octavo.server.traffic import Recorded
-from octavo.types import Request, Sequence
+from octavo.types import Request, Sequence, phase_of
 
 ENDED = 1000  # requests remembered
 MOMENTS = 64  # of one request; the first stays, the oldest of the others go

@@ -18,7 +18,7 @@ from octavo.scheduler.explain import Cause, Wait
 from octavo.scheduler.scheduler import Scheduler
 from octavo.server.ledger import ByteLedger, ledger_bytes
 from octavo.server.waits import SHOWN, Ends, Told, ends_of, limiting, not_offered, stalled, tell
-from octavo.types import Sequence, Status
+from octavo.types import Sequence, Status, phase_of
 
 PATIENCE = 1.0  # seconds without a step after which the missing step is the reason
 EXPLAINED = 8  # waiting requests whose numbers are those of this moment; of others, those of the last plan
@@ -321,20 +321,6 @@ def _in_order(requests: list[list[Sequence]], scheduler: Scheduler) -> list[list
         return (1, seqs[0].request.priority if by_priority else 0, seqs[0].id)
 
     return sorted(requests, key=place)
-
-
-def phase_of(seqs: Seq[Sequence]) -> str:
-    """Where a request stands: queued, prefill, decode, preempted or ended."""
-    if len(seqs) == 1 and seqs[0].status is Status.WAITING:
-        return "preempted" if seqs[0].preemptions else "queued"
-    running = [seq for seq in seqs if seq.status is Status.RUNNING]
-    if running:
-        decoding = any(seq.generated and len(seq.tokens) - seq.computed <= 1 for seq in running)
-        return "decode" if decoding else "prefill"
-    waiting = [seq for seq in seqs if seq.status is Status.WAITING]
-    if not waiting:
-        return "ended"
-    return "preempted" if any(seq.preemptions for seq in waiting) else "queued"
 
 
 def _blocks(running: Seq[Sequence], kv: KVManager) -> int:
