@@ -5,29 +5,15 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from tests.server.serving import ScriptedRunner, Serving, serving, write_checkpoint
-from tests.server.talking import BODIES, CHAT, COMPLETIONS, GOOD, beside_a_stream, is_refused, plain, refused, send
+from tests.server.serving import Serving
+from tests.server.talking import BODIES, CHAT, COMPLETIONS, GOOD, is_refused, plain, refused, send
 
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server for the whole file, on which a stream runs all the time."""
-    model = write_checkpoint(tmp_path_factory.mktemp("model"))
-    runner = ScriptedRunner(delay=0.002)
-    with serving(model, runner=runner, server={"access_log": False}) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def _beside_a_stream(one: Serving) -> Iterator[None]:
-    with beside_a_stream(one):
-        yield
+pytestmark = pytest.mark.usefixtures("stream_beside")
 
 
 # -- bodies that are none ---------------------------------------------------------------------------------------------

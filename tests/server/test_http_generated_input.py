@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,23 +13,10 @@ from pydantic import BaseModel
 from octavo.server.errors import ApiError
 from octavo.server.protocol import parse
 from octavo.server.sse import json_bytes
-from tests.server.serving import ScriptedRunner, Serving, serving, write_checkpoint
-from tests.server.talking import BODIES, GOOD, beside_a_stream, events, is_refused, send
+from tests.server.serving import Serving
+from tests.server.talking import BODIES, GOOD, events, is_refused, send
 
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server for the whole file, on which a stream runs all the time."""
-    model = write_checkpoint(tmp_path_factory.mktemp("model"))
-    runner = ScriptedRunner(delay=0.002)
-    with serving(model, runner=runner, server={"access_log": False}) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def _beside_a_stream(one: Serving) -> Iterator[None]:
-    with beside_a_stream(one):
-        yield
+pytestmark = pytest.mark.usefixtures("stream_beside")
 
 
 LEAVES = st.one_of(

@@ -8,23 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.serving import ScriptedRunner, Serving, serving, write_checkpoint
-from tests.server.talking import BODIES, CHAT, COMPLETIONS, GOOD, JSON, Wire, beside_a_stream, refused, send
+from tests.server.serving import Serving
+from tests.server.talking import BODIES, CHAT, COMPLETIONS, GOOD, JSON, Wire, refused, send
 
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server for the whole file, on which a stream runs all the time."""
-    model = write_checkpoint(tmp_path_factory.mktemp("model"))
-    runner = ScriptedRunner(delay=0.002)
-    with serving(model, runner=runner, server={"access_log": False}) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def _beside_a_stream(one: Serving) -> Iterator[None]:
-    with beside_a_stream(one):
-        yield
+pytestmark = pytest.mark.usefixtures("stream_beside")
 
 
 @pytest.mark.parametrize("path", BODIES)
