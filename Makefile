@@ -16,6 +16,7 @@ run: native
 	    --requests 32 --length-scale 0.35 --time-scale 0.1 --kv-memory 180MiB --report out/compare.html
 	@echo
 	@echo 'Chat with the model:  $(BIN)/octavo run demo "Why is the sky blue?"'
+	@echo 'Serve it, with a page that says where memory is and why requests wait:  $(BIN)/octavo serve demo'
 
 test: $(VENV)/.dev native
 	$(BIN)/python -m pytest -n 2 -m "not slow"

@@ -313,7 +313,7 @@ def _wait(wait: Json, index: int) -> Json:
     elif wait["cause"] == "memory: fragmented":
         sentence = "fragmented: largest run 41, free 80, need 64 blocks"
     elif wait["cause"] == "no step":
-        sentence = "no step for 12 s: the scheduler is not being called"
+        sentence = "no step for 12 s: the engine stands still"
     elif wait["cause"] == "next step":
         sentence = "next step: there is room, it is offered memory in the next step"
     told = {"sentence": sentence, "behind": behind, "holders": holders, "unblocks": UNBLOCKS[wait["cause"]]}

@@ -110,7 +110,7 @@ class Wait(NamedTuple):
         elif self.cause is Cause.HELD:
             text += f" of the {self.held} held back for requests that already run"
         elif self.cause is Cause.STALLED:
-            return f"no step for {self.need} s: the scheduler is not being called"
+            return f"no step for {self.need} s: the engine stands still"
         return text + self._unblocks() + (self.part.sentence(self.unit) if self.part else "")
 
     def _unblocks(self) -> str:

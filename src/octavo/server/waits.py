@@ -120,7 +120,7 @@ def _unblocks(wait: Wait) -> str:
             inner = f" ({_unblocks(wait.behind_wait)})" if wait.behind_wait else ""
             return f"{wait.behind} must be admitted first{inner}"
         case Cause.STALLED:
-            return "the engine must plan a step again"
+            return "the engine must make a step again"
         case Cause.NEVER:
             return f"{_blocks(short)} more than the pool has: waiting does not help"
     return "the next step"
