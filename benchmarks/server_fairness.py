@@ -92,7 +92,7 @@ class House:
         self._count += 1
         label = f"bob-{self._count}"
         look = asyncio.create_task(self._look(seen, label)) if looks and self._count % 2 else None
-        answer = await self.bob.post("/v1/completions", self._body(32, 16), label=label)
+        answer = await self.bob.post("/v1/completions", self._body(self._given.prompt, 16), label=label)
         if answer.status == 200 and answer.first is not None and answer.complete:
             seen.ttft.append(answer.first - answer.sent)
         elif answer.status == 429:
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=40.0, help="of each phase")
     parser.add_argument("--interval", type=float, default=0.4, help="seconds between two of bob's requests")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens of bob's prompts")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the server")
     parser.add_argument("--folder", type=Path, help="for the server's log; default: a new one in /tmp")
     given = parser.parse_args()

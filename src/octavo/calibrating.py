@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -210,8 +210,8 @@ class ShapeClock:
         self._count = 0
 
     def time(self, target: Target) -> Point:
-        """The step's shape as it came out, and how long the engine took for it (the median of a few, if it only
-        decodes). Raises OctavoError if the engine cannot be brought to it."""
+        """The step's shape as it came out, and how long the engine took for it (the mean of a few, if it only decodes).
+        Raises OctavoError if the engine cannot be brought to it."""
         engine = self._engine
         engine.scheduler.reset_cache()
         try:
@@ -227,7 +227,7 @@ class ShapeClock:
         shape, _ = timed[0]
         if (shape.decodes, len(shape.chunks)) != (target.decodes, target.prompts):
             raise OctavoError(f"{target} came out as {shape}: raise kv_memory.")
-        return shape, median(seconds for _, seconds in timed)
+        return shape, fmean(seconds for _, seconds in timed)
 
     def _step(self) -> Point:
         begin = self.now()
@@ -290,7 +290,7 @@ def _decodes(seq: Running) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Points to fit and held-out ones; how often each was timed; share of the CPU that others took meanwhile (None:
+    """Points to fit and held-out ones; in how many rounds; share of the CPU that others took meanwhile (None:
     unknown)."""
 
     points: list[Point]
@@ -299,26 +299,54 @@ class Measured:
     foreign: float | None
 
 
+class Rounds:
+    """Rounds over the same shapes, each in another order, so that what drifts does not become a trend.
+
+    What counts is the mean over the rounds, not the median: what a shared machine takes away in bursts belongs to the
+    time that steps take on it, and a replay with medians is too fast by as much (benchmarks/NOTES.md).
+    """
+
+    def __init__(self, clock: ShapeClock, room: Room, count: int, seed: int = 0) -> None:
+        self._clock, self._rng = clock, random.Random(seed)
+        fitted, held = targets(room, count, seed)
+        self._fitted, self._targets = len(fitted), [*fitted, *held]
+        self._times: list[list[Point]] = [[] for _ in self._targets]
+        self._foreign: list[float] = []
+        self.done = 0
+        for target in self._targets[:6]:
+            clock.time(target)  # warm-up
+
+    def __len__(self) -> int:
+        """Shapes in a round."""
+        return len(self._targets)
+
+    def run(self, advance: Callable[[], object] = lambda: None) -> None:
+        """One more round; `advance` is called after each shape."""
+        cpu = CpuTime.now()
+        for i in self._rng.sample(range(len(self._targets)), len(self._targets)):
+            self._times[i].append(self._clock.time(self._targets[i]))
+            advance()
+        self.done += 1
+        if cpu is not None:
+            self._foreign.append(cpu.foreign_share(CpuTime.now()))
+
+    def taken(self) -> Measured:
+        """What has been measured so far; at least one round."""
+        points = [(timed[0][0], fmean(seconds for _, seconds in timed)) for timed in self._times]
+        foreign = fmean(self._foreign) if self._foreign else None
+        return Measured(points[: self._fitted], points[self._fitted :], self.done, foreign)
+
+
 def measure(clock: ShapeClock, room: Room, count: int, seconds: float, seed: int = 0) -> Measured:
-    """Time `count` shapes in several rounds, each in another order, so that what drifts does not become a trend; the
-    median over the rounds counts. `seconds`: after the third round a new one begins only within this time."""
-    fitted, held = targets(room, count, seed)
-    everything = [*fitted, *held]
-    for target in everything[:6]:
-        clock.time(target)  # warm-up
-    times: list[list[Point]] = [[] for _ in everything]
-    rng, begin, cpu = random.Random(seed), clock.now(), CpuTime.now()
-    rounds = 0
+    """Time `count` shapes in several rounds. `seconds`: after the third a new one begins only within this time."""
+    rounds, begin = Rounds(clock, room, count, seed), clock.now()
     with _progress() as progress:
-        task = progress.add_task("timing shapes", total=ROUNDS[0] * len(everything))
-        while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and _another(clock.now() - begin, rounds, seconds)):
-            for i in rng.sample(range(len(everything)), len(everything)):
-                times[i].append(clock.time(everything[i]))
-                progress.advance(task)
-            rounds += 1
-    foreign = None if cpu is None else cpu.foreign_share(CpuTime.now())
-    points = [(taken[0][0], median(spent for _, spent in taken)) for taken in times]
-    return Measured(points[: len(fitted)], points[len(fitted) :], rounds, foreign)
+        task = progress.add_task("timing shapes", total=ROUNDS[0] * len(rounds))
+        while rounds.done < ROUNDS[0] or (
+            rounds.done < ROUNDS[1] and _another(clock.now() - begin, rounds.done, seconds)
+        ):
+            rounds.run(lambda: progress.advance(task))
+    return rounds.taken()
 
 
 def _another(spent: float, rounds: int, seconds: float) -> bool:
@@ -336,41 +364,54 @@ def windows_of(built: BuiltEngine) -> tuple[int, ...]:
     return tuple(dict.fromkeys(window for window in built.layout.windows if window is not None))
 
 
+class Calibrator:
+    """An engine of its own, whose steps are timed."""
+
+    def __init__(self, config: EngineConfig, threads: int | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._config = config
+        self._built = built = build_engine(config)
+        self._windows = windows_of(built)
+        store = built.engine.runner.store  # type: ignore[attr-defined]  # both runners have one
+        store.buffer.fill_(FILLER)
+        self.clock = ShapeClock(built.engine, self._windows, store.num_blocks)
+        self.room = Room.of(built.engine)
+
+    def made(self, taken: Measured, command: str = "") -> Calibration:
+        """Fit what was measured. Raises CalibrationError if the held-out steps do not bear the fit out."""
+        built, config = self._built, self._config
+        others = "" if taken.foreign is None else f" (other processes took {taken.foreign:.0%} of it meanwhile)"
+        remedy = f"The machine may be busy{others}: free it and calibrate again, or time more (--shapes, --seconds)."
+        fit = fit_steps(taken.points, taken.held, self._windows, remedy=remedy)
+        loaded = built.loaded
+        by = "native code" if loaded.native is not None else "transformers"
+        shape, weights = shape_of_model(config.model, built.kv_dtype, config.weights)
+        return Calibration(
+            fit,
+            model=loaded.name,
+            device=torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else processor(),
+            engine=f"octavo {__version__}, {by}, {loaded.weights}",
+            weights=weights,
+            kv_dtype=built.kv_dtype,
+            shape=shape,
+            reach=reach_of(taken.points),
+            date=today(),
+            command=command,
+            host={
+                "threads": torch.get_num_threads(),
+                "cores": os.cpu_count() or 0,
+                "torch": torch.__version__,
+                "rounds": taken.rounds,
+                "cpu_taken_by_others": round(taken.foreign or 0.0, 3),
+            },
+        )
+
+
 def calibrate_here(
     config: EngineConfig, shapes: int, seconds: float, command: str = "", threads: int | None = None
 ) -> Calibration:
     """Load the model, time `shapes` steps and fit them. Raises CalibrationError if the held-out ones do not bear the
     fit out."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    built = build_engine(config)
-    windows = windows_of(built)
-    store = built.engine.runner.store  # type: ignore[attr-defined]  # both runners have one
-    store.buffer.fill_(FILLER)
-    clock = ShapeClock(built.engine, windows, store.num_blocks)
-    taken = measure(clock, Room.of(built.engine), shapes, seconds)
-    busy = "" if taken.foreign is None else f" (other processes took {taken.foreign:.0%} of it while it was measured)"
-    remedy = f"The machine may be busy{busy}: free it and calibrate again, or time more with --shapes and --seconds."
-    fit = fit_steps(taken.points, taken.held, windows, remedy=remedy)
-    loaded = built.loaded
-    by = "native code" if loaded.native is not None else "transformers"
-    shape, weights = shape_of_model(config.model, built.kv_dtype, config.weights)
-    return Calibration(
-        fit,
-        model=loaded.name,
-        device=torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else processor(),
-        engine=f"octavo {__version__}, {by}, {loaded.weights}",
-        weights=weights,
-        kv_dtype=built.kv_dtype,
-        shape=shape,
-        reach=reach_of(taken.points),
-        date=today(),
-        command=command,
-        host={
-            "threads": torch.get_num_threads(),
-            "cores": os.cpu_count() or 0,
-            "torch": torch.__version__,
-            "rounds": taken.rounds,
-            "cpu_taken_by_others": round(taken.foreign or 0.0, 3),
-        },
-    )
+    calibrator = Calibrator(config, threads)
+    return calibrator.made(measure(calibrator.clock, calibrator.room, shapes, seconds), command)
