@@ -11,6 +11,8 @@ from octavo.kv.blocks import BlockPool
 from octavo.kv.check import check_references, require
 from octavo.kv.prefix import BlockKey, KeyChain, Miss
 
+_Match = tuple[int, tuple[tuple[int, ...], ...], int]  # blocks, block ids per group, collisions seen
+
 
 @dataclass(slots=True)
 class _Held:
@@ -51,6 +53,7 @@ class Paged:
         self._pool = BlockPool(capacity, len(windows))
         self._seqs: dict[int, _Held] = {}
         self._version = 0
+        self._matched: tuple[int, Seq[BlockKey], _Match] | None = None  # the last match, and after which change
 
     @property
     def free(self) -> int:
@@ -228,28 +231,30 @@ class Paged:
 
     # -- prefix cache ----------------------------------------------------------------------------------------------
 
-    def _match(self, keys: Seq[BlockKey]) -> tuple[int, tuple[tuple[int, ...], ...], int]:
-        """The longest prefix that every group can serve: all of its blocks in full groups, those inside the window
-        in window groups. Returns (blocks, block ids per group, collisions seen)."""
+    def _match(self, keys: Seq[BlockKey]) -> _Match:
+        """The longest prefix that every group can serve. An admission asks up to three times in a row."""
         if not self.shares or not keys:
             return 0, (), 0
+        last = self._matched
+        if last is not None and last[0] == self._version and len(last[1]) == len(keys) and last[1][-1] is keys[-1]:
+            return last[2]
+        found = self._search(keys)
+        self._matched = (self._version, keys, found)
+        return found
+
+    def _search(self, keys: Seq[BlockKey]) -> _Match:
+        """All of the prefix's blocks in full groups, those inside the window in window groups."""
         index = self._pool.index
         collisions = 0
         full = [g for g, window in enumerate(self._windows) if window is None]
-        chains: dict[int, list[int]] = {g: [] for g in full}
+        chains: dict[int, list[int]] = {}
         length = len(keys)
         for group in full:
-            before: BlockKey | None = None
-            for key in keys[:length]:
-                block, seen = index.find(group, key, before)
-                collisions += seen
-                if block is None:
-                    break
-                before = index.key(block)
-                chains[group].append(block)
+            chains[group], seen = index.follow(group, keys[:length])
+            collisions += seen
             length = len(chains[group])
         found: dict[tuple[int, int], int | None] = {}
-        heads = [index.key(block) for block in chains[full[0]]] if full else []
+        heads = [index.key(block) for block in chains[full[0]]] if full and self.windowed else []
         while length and not all(
             self._window_served(g, length, keys, heads, found) for g in range(len(self._windows)) if g not in chains
         ):

@@ -149,6 +149,10 @@ def _put_all(buckets: _Buckets, digests: Sequence[Hashable], blocks: Sequence[in
 
 
 def _drop_all(buckets: _Buckets, digests: Sequence[Hashable], blocks: Sequence[int]) -> None:
+    if list(map(buckets.get, digests)) == blocks:  # each digest stands for its block alone, as nearly always
+        for digest in digests:
+            del buckets[digest]
+        return
     for block, digest, there in zip(blocks, digests, map(buckets.pop, digests), strict=True):
         if isinstance(there, dict):
             del there[block]
@@ -174,14 +178,11 @@ class PrefixIndex:
         self._buckets: list[_Buckets] = [{} for _ in range(groups)]  # digest -> blocks
         self._keys: dict[int, BlockKey] = {}  # block -> key
         self._group: dict[int, int] = {}  # block -> group, if there are several
-        self._children: _Buckets = {}  # parent digest -> blocks of group 0 that continue it
+        self._children: _Buckets | None = None  # parent digest -> blocks of group 0 that continue it, once asked for
+        self.holds: Callable[[int], bool] = self._keys.__contains__  # whether a block is findable; asked for each
 
     def key(self, block: int) -> BlockKey | None:
         return self._keys.get(block)
-
-    def holds(self, block: int) -> bool:
-        """Whether the block is findable."""
-        return block in self._keys
 
     def add(self, group: int, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         """Make blocks findable under their keys, except those that are already, and those below 0."""
@@ -192,7 +193,7 @@ class PrefixIndex:
         if len(self._buckets) > 1:
             self._group.update(dict.fromkeys(blocks, group))
         _put_all(self._buckets[group], [key.digest for key in keys], blocks)
-        if group == 0:
+        if group == 0 and self._children is not None:
             _put_all(self._children, [key.parent.digest for key in keys if key.parent], blocks)
 
     def remove(self, blocks: Sequence[int]) -> None:
@@ -207,7 +208,7 @@ class PrefixIndex:
     def _remove(self, group: int, blocks: Sequence[int]) -> None:
         keys = list(map(self._keys.pop, blocks))
         _drop_all(self._buckets[group], [key.digest for key in keys], blocks)
-        if group == 0:
+        if group == 0 and self._children is not None:
             _drop_all(self._children, [key.parent.digest for key in keys if key.parent], blocks)
 
     def find(self, group: int, key: BlockKey, before: BlockKey | None) -> tuple[int | None, int]:
@@ -223,6 +224,27 @@ class PrefixIndex:
             collisions += 1
         return None, collisions
 
+    def follow(self, group: int, keys: Sequence[BlockKey]) -> tuple[list[int], int]:
+        """The blocks that hold the longest prefix of a chain, and how many others had their digests and other
+        content."""
+        buckets, stored = self._buckets[group], self._keys
+        out: list[int] = []
+        before: BlockKey | None = None
+        collisions = 0
+        for key in keys:
+            there = buckets.get(key.digest)
+            if isinstance(there, int) and (found := stored[there]).parent is before and found.tokens == key.tokens:
+                out.append(there)  # nearly always: what `find` would say, without asking
+                before = found
+                continue
+            block, seen = self.find(group, key, before)
+            collisions += seen
+            if block is None:
+                break
+            out.append(block)
+            before = stored[block]
+        return out, collisions
+
     def explain(self, chain: KeyChain, served: int, own: Collection[int] = ()) -> Miss:
         """Why no more than the first `served` blocks of the chain come from the cache. `own`: blocks that the asking
         sequence has computed itself since."""
@@ -231,7 +253,7 @@ class PrefixIndex:
         wanted = keys[served].tokens if served < len(keys) else tail
         parent = keys[served - 1] if served else chain.root
         best = Miss(matched)
-        continuations = tuple(_blocks(self._children, parent.digest))[-_COMPARED:]
+        continuations = tuple(_blocks(self._continuations(), parent.digest))[-_COMPARED:]
         for block in continuations:
             other = self._keys[block]
             if block in own or other.parent is None or not other.parent.same(parent):
@@ -242,6 +264,15 @@ class PrefixIndex:
                 there = other.tokens[same] if same < len(other.tokens) else None
                 best = Miss(matched, same, matched + same, here, there)
         return best
+
+    def _continuations(self) -> _Buckets:
+        """`_children`. Nobody may ever ask for them, as in most replays, and they take a third of the index's time."""
+        if self._children is None:
+            blocks = [block for block in self._keys if self._group.get(block, 0) == 0]
+            keys = [self._keys[block] for block in blocks]
+            self._children = {}
+            _put_all(self._children, [key.parent.digest for key in keys if key.parent], blocks)
+        return self._children
 
     def check(self) -> None:
         from octavo.kv.check import require

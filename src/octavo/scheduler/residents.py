@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import repeat
 
 from octavo import events as ev
 from octavo.kv.api import Ask, Copy, Grant, KVManager, Quote, Why
@@ -136,9 +137,17 @@ class Residents:
         self._join(seq)
         if seq.preemptions >= self.config.max_preemptions:
             self.protected[seq.id] = seq
-        for key in keys[grant.reused // self.kv.block_size :]:
-            self.in_flight.setdefault(key.digest, (key, seq))
+        self._take_off(seq, keys[grant.reused // self.kv.block_size :])
         return grant
+
+    def _take_off(self, seq: Sequence, keys: Seq[BlockKey]) -> None:
+        """These blocks are being computed by `seq`, unless somebody else is at it already."""
+        digests = [key.digest for key in keys]
+        if self.in_flight.keys().isdisjoint(digests):  # as good as always; one by one takes three times as long
+            self.in_flight.update(zip(digests, zip(keys, repeat(seq)), strict=True))
+        else:
+            for key in keys:
+                self.in_flight.setdefault(key.digest, (key, seq))
 
     def grow(self, seq: Sequence, upto: int) -> bool:
         """Get slots for `upto` tokens, preempting if need be. False: not in this step."""
@@ -265,9 +274,10 @@ class Residents:
 
     def _landed(self, seq: Sequence, keys: Seq[BlockKey]) -> None:
         self.relief += 1  # who waits may share them
+        in_flight = self.in_flight
         for key in keys:
-            if key.digest in self.in_flight and self.in_flight[key.digest][1] is seq:
-                del self.in_flight[key.digest]
+            if (flight := in_flight.get(key.digest)) is not None and flight[1] is seq:
+                del in_flight[key.digest]
 
     def leave(self, seq: Sequence) -> int:
         """Out of the running set; returns the blocks that became available."""
