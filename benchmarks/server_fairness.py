@@ -28,8 +28,8 @@ from server_process import octavo_serve, running, work_folder
 
 SETTINGS = {
     "kv_memory": "128MiB",
-    "max_num_seqs": 24,
-    "max_num_batched_tokens": 48,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
     "max_queue": 32,
     "order": "fair",
     "api_keys": [{"key": f"key-of-{name}", "tenant": name} for name in ("ada", "bob")],
@@ -119,7 +119,7 @@ class House:
             answer = await self.ada.post("/v1/completions", self._body(self._rng.randint(50, 300), 64))
             if answer.status == 429:
                 seen.flood_refused += 1
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(self._given.again)
             elif answer.status == 200 and answer.complete:
                 seen.flood_tokens += 64
             else:
@@ -186,10 +186,13 @@ def verdict(phases: Mapping[bool, list[Phase]]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=40.0, help="of each phase")
-    parser.add_argument("--interval", type=float, default=0.4, help="seconds between two of bob's requests")
-    parser.add_argument("--prompt", type=int, default=200, help="tokens of bob's prompts")
+    parser.add_argument("--interval", type=float, default=0.8, help="seconds between two of bob's requests")
+    parser.add_argument("--prompt", type=int, default=400, help="tokens of bob's prompts")
+    parser.add_argument(
+        "--again", type=float, default=1.0, help="seconds after which ada's refused requests come again (Retry-After: 1)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the server")
     parser.add_argument("--folder", type=Path, help="for the server's log; default: a new one in /tmp")
     given = parser.parse_args()
