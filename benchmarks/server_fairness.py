@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--interval", type=float, default=0.8, help="seconds between two of bob's requests")
     parser.add_argument("--prompt", type=int, default=400, help="tokens of bob's prompts")
     parser.add_argument(
-        "--again", type=float, default=1.0, help="seconds after which ada's refused requests come again (Retry-After: 1)"
+        "--again", type=float, default=1.0, help="seconds until refused requests come again (Retry-After: 1)"
     )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the server")
     parser.add_argument("--folder", type=Path, help="for the server's log; default: a new one in /tmp")

@@ -459,3 +459,44 @@ def test_preempted_and_evicted_are_not_the_same_as_never_seen() -> None:
     b.run()
     assert any(e.evicted for e in b.of(ev.Granted))
     assert b.scheduler.totals.evicted == sum(e.evicted for e in b.of(ev.Granted))
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_what_was_missed_does_not_depend_on_when_it_is_first_asked_for(seed: int) -> None:
+    rng = random.Random(seed)
+    asked, unasked = (Paged(12, 2, windows=windows) for windows in [(None, 3) if seed % 2 else (None,)] * 2)
+    for seq in range(30):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
+        chain = KeyChain(tokens, 2, b"", blake2b_256)
+        for kv in (asked, unasked):
+            keys = chain.upto(len(tokens) - 1)
+            quote = kv.quote(Ask(seq, len(tokens), len(tokens), len(tokens), len(tokens), keys))
+            assert quote.ok
+            kv.commit(quote)
+            kv.seal(seq, len(tokens), chain.upto(len(tokens)))
+            kv.release(seq)
+        asked.miss(chain)
+        asked.check()
+    for _ in range(20):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
+        chain = KeyChain(tokens, 2, b"", blake2b_256)
+        assert asked.miss(chain) == unasked.miss(chain)
+    unasked.check()
+
+
+def test_a_hit_that_is_gone_is_not_served_from_memory_of_it() -> None:
+    kv = Paged(4, 2)
+    chain = KeyChain([1, 2, 3, 4, 5], 2, b"", blake2b_256)
+
+    def ask(seq: int) -> int:
+        return kv.quote(Ask(seq, 5, 5, 5, 5, chain.upto(4))).reuse
+
+    kv.commit(kv.quote(Ask(0, 5, 5, 5, 5, chain.upto(4))))
+    assert ask(1) == 0
+    kv.seal(0, 5, chain.upto(5))
+    assert ask(1) == 4
+    kv.release(0)
+    assert ask(1) == 4
+    kv.reset_cache()
+    assert ask(1) == 0

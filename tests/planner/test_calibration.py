@@ -17,7 +17,7 @@ from octavo.kv.strategies import make_manager
 from octavo.log import LogHeader, LogWriter
 from octavo.planner.deployment import Deployment, Level, resolve
 from octavo.planner.timing.calibration import Calibration, load, reach_of, save
-from octavo.planner.timing.fitting import HeldOut
+from octavo.planner.timing.fitting import Bound, HeldOut
 from octavo.planner.timing.from_log import log_points, split_log
 from octavo.planner.timing.step_times import PLAIN, CalibrationError, FittedTimer, StepFit, Terms, fit_steps, knots_upto
 from octavo.runner.api import StepPlan, StepResult
@@ -56,11 +56,14 @@ def noise(sigma: float, seed: int = 0) -> Callable[[], float]:
     return lambda: rng.lognormvariate(0.0, sigma)
 
 
-def bench(sigma: float = 0.0, windows: tuple[int | None, ...] = (None,)) -> tuple[ShapeClock, Room, Timed]:
+def bench(
+    slower: Callable[[], float] | float = 0.0, windows: tuple[int | None, ...] = (None,)
+) -> tuple[ShapeClock, Room, Timed]:
+    """`slower`: by which factor a step is, or the sigma of noise."""
     clock = VirtualClock()
     own = tuple(window for window in windows if window is not None)
     kv = make_manager("paged", PAGES * len(windows), BLOCK, max_model_len=2048, windows=windows, chunk=256)
-    runner = Timed(clock, noise(sigma), own)
+    runner = Timed(clock, slower if callable(slower) else noise(slower), own)
     engine = Engine(Scheduler(SETTINGS, kv), runner, clock)
     return ShapeClock(engine, own, PAGES, clock.now), Room.of(engine), runner
 
@@ -139,6 +142,16 @@ def test_a_noisy_machine_is_refused() -> None:
     taken = measure(clock, room, 240, 0.0)
     with pytest.raises(CalibrationError, match=r"refused: on 60 held-out steps .*%.*bound is 10% and 25%. Free it\."):
         fit_steps(taken.points, taken.held, remedy="Free it.")
+
+
+def test_bursts_in_which_a_machine_is_slower_are_part_of_its_times() -> None:
+    rng = random.Random(3)
+    clock, room, _ = bench(lambda: 1.6 if rng.random() < 0.25 else 1.0)
+    taken = measure(clock, room, 240, 0.0)
+    timer = fit_steps(taken.points, taken.held, bound=Bound(0.2, 0.5)).timer()
+    shapes = random_shapes(200)
+    ratio = sum(timer.seconds(shape) / device(shape) for shape in shapes) / len(shapes)
+    assert ratio == pytest.approx(1.15, abs=0.05)
 
 
 def test_held_out_steps_of_another_machine_are_refused() -> None:

@@ -286,6 +286,13 @@ class PrefixIndex:
                     agree = key is not None and key.digest == digest and self._group.get(block, 0) == group
                     require(agree, "index and identity agree", block=block)
         require(listed == len(self._keys), "every published block is findable exactly once")
+        if self._children is not None:
+            ends = [(digest, b) for digest in self._children for b in _blocks(self._children, digest)]
+            continuing = [b for b, key in self._keys.items() if self._group.get(b, 0) == 0 and key.parent is not None]
+            require(sorted(b for _, b in ends) == sorted(continuing), "every continuation is listed exactly once")
+            for digest, block in ends:
+                parent = self._keys[block].parent
+                require(parent is not None and parent.digest == digest, "continuations follow on", block=block)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
