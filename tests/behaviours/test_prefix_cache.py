@@ -485,6 +485,19 @@ def test_what_was_missed_does_not_depend_on_when_it_is_first_asked_for(seed: int
     unasked.check()
 
 
+def test_keys_that_came_since_are_looked_for() -> None:
+    kv, tokens = Paged(8, 1), [1, 2, 3]
+    full = KeyChain(tokens, 1, b"", blake2b_256)
+    kv.commit(kv.quote(Ask(0, 3, 3, 3, 3, full.upto(3))))
+    kv.seal(0, 3, full.upto(3))
+    kv.release(0)
+    growing = KeyChain(tokens[:2], 1, b"", blake2b_256)
+    keys = growing.upto(1)
+    assert kv.quote(Ask(1, 4, 4, 4, 4, keys)).reuse == 1
+    assert growing.upto(2) is keys  # the chain's own list, which has grown
+    assert kv.quote(Ask(1, 4, 4, 4, 4, keys)).reuse == 2
+
+
 def test_a_hit_that_is_gone_is_not_served_from_memory_of_it() -> None:
     kv = Paged(4, 2)
     chain = KeyChain([1, 2, 3, 4, 5], 2, b"", blake2b_256)

@@ -150,7 +150,7 @@ def test_a_device_that_does_not_hold_the_model_is_listed_with_its_shortfall() ->
     assert all("bytes short" in unfit.reason for unfit in small)
 
 
-@pytest.mark.parametrize("text", ["h100", "h100=", "=2", "h100=cheap", "h100=-1"])
+@pytest.mark.parametrize("text", ["h100", "h100=", "=2", "h100=cheap", "h100=-1", "h100=2,foo=1"])
 def test_a_price_that_cannot_be_read_is_named(text: str) -> None:
     with pytest.raises(OctavoError, match="price"):
         parse_prices(text)

@@ -9,9 +9,9 @@ import pytest
 from octavo.errors import OctavoError
 from octavo.planner.deployment import Deployment, resolve
 from octavo.planner.replay import ReplayOptions
-from octavo.planner.search.changes import Change, Verdict
+from octavo.planner.search.changes import Change, Figures, Judge, Verdict
 from octavo.planner.search.jobs import Workers
-from octavo.planner.search.knobs import knobs_for
+from octavo.planner.search.knobs import Knob, knobs_for
 from octavo.planner.search.whatif import Bottleneck, WhatIf, what_if
 from octavo.planner.slo import parse_slo
 from octavo.planner.traces.api import TraceRequest
@@ -187,3 +187,23 @@ def test_more_sequences_than_tokens_in_a_step_raise_both() -> None:
     more = next(knob for knob in knobs_for(resolved, traffic()) if knob.name == "up to 3,000 sequences")
     assert more.vllm == "--max-num-seqs 3000 --max-num-batched-tokens 3000"
     resolve(more.apply(resolved.deployment))
+
+
+def test_among_changes_that_leave_the_ranking_figure_alone_a_better_one_comes_before_a_mixed_one() -> None:
+    def figures(goodput: float, ttft: float, itl: float) -> list[Figures]:
+        noisy = (goodput, goodput + 0.2, goodput - 0.2)
+        return [Figures(1.0, 1.0, now, 0.5, ttft, itl, 5.0, 100.0, 0.0, 0.5, 0.0) for now in noisy]
+
+    judge = Judge(figures(1.0, 2.0, 0.1), "goodput")
+    names = {
+        "worse": judge.change(knobs_named("worse"), figures(1.0, 2.0, 0.2)),
+        "mixed": judge.change(knobs_named("mixed"), figures(1.0, 1.0, 0.2)),
+        "better": judge.change(knobs_named("better"), figures(1.0, 1.0, 0.1)),
+        "more goodput": judge.change(knobs_named("more goodput"), figures(3.0, 4.0, 0.1)),
+    }
+    ranked = [change.name for change in judge.rank(names.values())]
+    assert ranked == ["more goodput", "better", "mixed", "worse"]
+
+
+def knobs_named(name: str) -> tuple[Knob, ...]:
+    return (Knob(name, "block_size", {}, "", ""),)

@@ -53,7 +53,7 @@ class Paged:
         self._pool = BlockPool(capacity, len(windows))
         self._seqs: dict[int, _Held] = {}
         self._version = 0
-        self._matched: tuple[int, Seq[BlockKey], _Match] | None = None  # the last match, and after which change
+        self._matched: tuple[int, int, BlockKey, _Match] | None = None  # after which change, of how many keys, the last
 
     @property
     def free(self) -> int:
@@ -236,10 +236,10 @@ class Paged:
         if not self.shares or not keys:
             return 0, (), 0
         last = self._matched
-        if last is not None and last[0] == self._version and len(last[1]) == len(keys) and last[1][-1] is keys[-1]:
-            return last[2]
+        if last is not None and last[:2] == (self._version, len(keys)) and last[2] is keys[-1]:
+            return last[3]
         found = self._search(keys)
-        self._matched = (self._version, keys, found)
+        self._matched = (self._version, len(keys), keys[-1], found)
         return found
 
     def _search(self, keys: Seq[BlockKey]) -> _Match:

@@ -115,15 +115,20 @@ class Judge:
         return float(signed / before) if before else float(signed)
 
     def rank(self, changes: Iterable[Change]) -> list[Change]:
-        """Best first: by the ranking figure, then by the time of a whole request; what cannot run comes last."""
+        """Best first: by the ranking figure, then by verdict, then by the time of a whole request; what cannot run
+        comes last."""
 
-        def key(change: Change) -> tuple[bool, float, float]:
+        def key(change: Change) -> tuple[bool, float, int, float]:
+            verdict = _ORDER.index(change.verdict)
             if change.after is None:
-                return (True, 0.0, 0.0)
+                return (True, 0.0, verdict, 0.0)
             quicker = -change.difference["e2e"].mean if self.measurable("e2e", change.difference) else 0.0
-            return (False, -self.gain(change), -quicker)
+            return (False, -self.gain(change), verdict, -quicker)
 
         return sorted(changes, key=key)
+
+
+_ORDER = (Verdict.BETTER, Verdict.MIXED, Verdict.NONE, Verdict.WORSE, Verdict.IMPOSSIBLE)
 
 
 def _verdict(better: Sequence[str], worse: Sequence[str]) -> Verdict:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from octavo.errors import OctavoError
-from octavo.planner.catalogue import find_device
+from octavo.planner.catalogue import device_names, find_device
 from octavo.planner.deployment import Deployment
 from octavo.planner.search.capacity import Capacity, Load, find_capacities
 from octavo.planner.search.jobs import Impossible, Workers, worked_out
@@ -104,15 +104,20 @@ def parse_prices(text: str) -> dict[str, float]:
             value = inf
         if not name.strip() or not 0 <= value < inf:
             raise OctavoError(f"price has {part.strip()!r}; write device=dollars an hour, such as h100=2.5,l40s=0.9.")
+        if not any(_begins(name, gpu) for gpu in device_names()):
+            raise OctavoError(f"price names {name.strip()!r}, which is no device; known: {', '.join(device_names())}.")
         prices[name.strip()] = value
     return prices
 
 
 def price_of(gpu: str, prices: Mapping[str, float]) -> float | None:
     """The price whose name begins this device's: the longest that does; no number is cut, so `a10` is not `A100`."""
-    plain = _plain(gpu)
-    fitting = [name for name in prices if re.match(re.escape(_plain(name)) + r"(?!(?<=\d)\d)", plain)]
+    fitting = [name for name in prices if _begins(name, gpu)]
     return prices[max(fitting, key=len)] if fitting else None
+
+
+def _begins(name: str, gpu: str) -> bool:
+    return re.match(re.escape(_plain(name)) + r"(?!(?<=\d)\d)", _plain(gpu)) is not None
 
 
 def _kinds(base: Deployment, devices: Sequence[str]) -> tuple[list[Deployment], list[Unfit]]:

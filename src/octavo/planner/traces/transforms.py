@@ -92,7 +92,8 @@ def mean_rate(trace: Trace) -> float:
     for request in trace:
         count, last = count + 1, request.arrival
     _require(
-        last > 0, f"{trace.name} has {count} requests at one time, so no rate; draw arrivals for it (rate and seed)."
+        last > 0,
+        f"{trace.name} has {count} requests at one time, so no rate; draw arrivals for it: TRACE?rate=2&seed=1.",
     )
     return (count - 1) / last
 
