@@ -133,7 +133,7 @@ def test_the_impossible_is_refused_in_bytes_and_writes_nothing(
         (("--window", "soon"), "window is 'soon'"),
         (("--requests", 0), "requests is 0"),
         (("--rate", 0), "rate is 0"),
-        (("--scale", -1), "rate is -1"),
+        (("--scale", -1), "(scale, speed) is -1"),
         (("--concurrency", 0), "concurrency is 0"),
         (("--max-tokens", 0), "max_tokens is 0"),
         (("--workers", 0), "workers is 0"),
@@ -178,8 +178,8 @@ def test_a_trace_without_times_asks_for_a_rate_or_a_closed_loop(capsys, monkeypa
         assert json.loads(capsys.readouterr().out)["outcomes"][0]["finished"] == 3
 
 
-def test_a_trace_of_which_everything_is_refused_is_told_and_ends(capsys, monkeypatch, trace: Path) -> None:
-    assert octavo(monkeypatch, "replay", trace, *MODEL[:-1], 20, "--json") == 0
+def test_a_trace_of_which_everything_is_refused_is_told_and_fails(capsys, monkeypatch, trace: Path) -> None:
+    assert octavo(monkeypatch, "replay", trace, *MODEL[:-1], 20, "--json") == 1
     (outcome,) = json.loads(capsys.readouterr().out)["outcomes"]
     assert (outcome["refused"], outcome["finished"]) == (40, 0)
 

@@ -116,8 +116,8 @@ def test_drawn_arrivals_have_the_rate_and_the_spread_asked_for(process: str, cv:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: scaled(FIVE, 0), "rate is 0; it must be a factor above 0"),
-        (lambda: scaled(FIVE, math.nan), "rate is nan"),
+        (lambda: scaled(FIVE, 0), "the factor on the rate (scale, speed) is 0; it must be above 0"),
+        (lambda: scaled(FIVE, math.nan), "(scale, speed) is nan"),
         (lambda: at_rate(FIVE, -1), "rate is -1; it must be requests per second"),
         (lambda: window(FIVE, 5, 5), "the window from 5 to 5 s holds nothing"),
         (lambda: window(FIVE, -1, 5), "the window from -1"),

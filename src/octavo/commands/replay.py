@@ -62,7 +62,8 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report's JSON instead of a table.")] = False,
     workers: options.WorkerCount = None,
 ) -> None:
-    """Replay TRACE on a deployment and say where memory and time went, under each strategy."""
+    """Replay TRACE on a deployment and say where memory and time went, under each strategy. Exit code 1: under none of
+    them could any request be taken."""
     from octavo.commands.replaying import report_of, run_strategies
     from octavo.planner.deployment import resolve
     from octavo.planner.search.jobs import Workers
@@ -90,6 +91,8 @@ def replay(
     )
     write_outputs(answer, outputs)
     _print(answer, outputs, as_json)
+    if all(outcome.refused and outcome.refused == outcome.requests for outcome in outcomes):
+        raise typer.Exit(1)
 
 
 def _print(answer: ReplayReport, outputs: Mapping[str, Path | None], as_json: bool) -> None:

@@ -77,7 +77,9 @@ def _require(ok: bool, sentence: str) -> None:
 
 def scaled(trace: Trace, rate: float) -> Derived:
     """`rate` times as many requests per second: every gap between arrivals divided by it."""
-    _require(0 < rate < math.inf, f"rate is {rate}; it must be a factor above 0 (1 changes nothing).")
+    _require(
+        0 < rate < math.inf, f"the factor on the rate (scale, speed) is {rate}; it must be above 0 (1 changes nothing)."
+    )
     return Derived(trace, f"{rate:.4g} x its rate", partial(_scale, factor=1 / rate))
 
 
