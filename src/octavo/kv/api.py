@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from octavo.kv.prefix import BlockKey, KeyChain, Miss
+from octavo.kv.prefix import Key, KeyChain, Miss
 
 
 class Why(Enum):
@@ -47,7 +47,7 @@ class Ask(NamedTuple):
     known: int
     ceiling: int
     expected: int
-    keys: Seq[BlockKey] = ()
+    keys: Seq[Key] = ()
     hold_back: int = 0
     quota: int | None = None
     lookahead: int = 0
@@ -214,13 +214,13 @@ class KVManager(Protocol):
     def commit(self, quote: Quote) -> Grant:
         """Take what `quote` says. Raises StaleQuote if anything changed since, ValueError if it was refused."""
 
-    def extend(self, filled: Seq[tuple[int, int, Seq[BlockKey]]], spare: int) -> int | None:
+    def extend(self, filled: Seq[tuple[int, int, Seq[Key]]], spare: int) -> int | None:
         """One more block of each group for sequences that have filled all of theirs: (sequence, its tokens, the keys of
         the blocks not yet sealed). The same as to seal, quote and commit one after another, and much quicker. Returns
         the cached blocks evicted for it; None, with nothing changed, unless `spare` blocks stay available behind it,
         or if this is not how the manager grows."""
 
-    def seal(self, seq: int, computed: int, keys: Seq[BlockKey]) -> None:
+    def seal(self, seq: int, computed: int, keys: Seq[Key]) -> None:
         """KV of the first `computed` tokens is real: publish full blocks under `keys`, give back blocks that
         left their window, and those of rejected lookahead."""
 

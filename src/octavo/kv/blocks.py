@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from octavo.kv.check import check_partition, require
-from octavo.kv.prefix import BlockKey, PrefixIndex
+from octavo.kv.prefix_tree import PrefixTree
 
 
 class BlockPool:
     """Every block is in exactly one state: free, in use (refs > 0), cached (refs 0, published) or quarantined
-    (refs 0, but the source of a copy that has not run). All operations are O(1) a block."""
+    (refs 0, but the source of a copy that has not run). All operations are O(1) a block.
+
+    Cached blocks lie in batches, as they were given back. A block that is used again stays where it is in its batch, out
+    of date, until the batch is evicted or all are tidied up.
+    """
 
     def __init__(self, capacity: int, groups: int) -> None:
         self.capacity = capacity
         self.refs = [0] * capacity
-        self.index = PrefixIndex(groups)
+        self.tree = PrefixTree(capacity, groups)
         self._free = list(range(capacity - 1, -1, -1))  # a stack: low ids first, recently freed next
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._batches: deque[list[int]] = deque()  # least recently used first; of each, the last block goes first
+        self._batch_of: list[list[int] | None] = [None] * capacity  # where a cached block lies
+        self._cached = 0
+        self._lying = 0  # blocks in batches, cached or out of date
         self._reading: dict[int, int] = {}  # block -> copies that still have to read it
         self._parked: set[int] = set()  # quarantined: nobody's, waiting for those copies
 
@@ -29,7 +35,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        return len(self._cached)
+        return self._cached
 
     @property
     def quarantined(self) -> int:
@@ -37,29 +43,29 @@ class BlockPool:
 
     @property
     def in_use(self) -> int:
-        return self.capacity - len(self._free) - len(self._cached) - len(self._parked)
+        return self.capacity - len(self._free) - self._cached - len(self._parked)
 
-    def evictable(self) -> Iterable[int]:
+    def evictable(self) -> Iterator[int]:
         """The cached blocks, least recently used first."""
-        return self._cached.keys()
+        for batch in self._batches:
+            for block in reversed(batch):
+                if self._batch_of[block] is batch:
+                    yield block
 
     def count_cached(self, blocks: Iterable[int]) -> int:
         """How many of the blocks are evictable: published, and used by nobody."""
-        cached = self._cached
-        return sum([block in cached for block in blocks])
+        batch_of = self._batch_of
+        return sum([batch_of[block] is not None for block in blocks])
 
     def take(self, n: int) -> tuple[list[int], int]:
         """`n` blocks with one reference each, and how many had to be evicted from the cache (least recently used
         first). Raises ValueError, changing nothing, if there are not enough."""
         free, refs = self._free, self.refs
         short = n - len(free)
-        if short > len(self._cached):
-            raise ValueError(f"{n} blocks asked for, {len(free)} free, {len(self._cached)} cached")
+        if short > self._cached:
+            raise ValueError(f"{n} blocks asked for, {len(free)} free, {self._cached} cached")
         if short > 0:
-            pop = self._cached.popitem
-            oldest = [pop(last=False)[0] for _ in range(short)]
-            self.index.remove(oldest)
-            free += oldest
+            free += self._evict(short)
         if n == 1:
             block = free.pop()
             refs[block] = 1
@@ -71,47 +77,83 @@ class BlockPool:
             refs[block] = 1
         return blocks, max(short, 0)
 
-    def share(self, block: int) -> None:
-        """One more holder of a published block."""
-        if self.refs[block] == 0:
-            if block in self._parked:
-                self._parked.discard(block)
-            else:
-                del self._cached[block]
-        self.refs[block] += 1
+    def _evict(self, n: int) -> list[int]:
+        """The `n` least recently used of the cached blocks, which hold nothing any longer."""
+        oldest: list[int] = []
+        batch_of, batches = self._batch_of, self._batches
+        while (lacking := n - len(oldest)) > 0:
+            batch = batches[0]
+            last = batch[: -lacking - 1 : -1]
+            del batch[-lacking:]
+            self._lying -= len(last)
+            oldest += [block for block in last if batch_of[block] is batch]
+            if not batch:
+                batches.popleft()
+        for block in oldest:
+            batch_of[block] = None
+        self._cached -= n
+        self.tree.remove(oldest)
+        return oldest
+
+    def _rest(self, batch: list[int]) -> None:
+        """These published blocks, in this order, are used by nobody any longer."""
+        for block in batch:
+            self._batch_of[block] = batch
+        self._batches.append(batch)
+        self._cached += len(batch)
+        self._lying += len(batch)
+        if self._lying > 2 * self.capacity:
+            self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        for batch in self._batches:
+            batch[:] = [block for block in batch if self._batch_of[block] is batch]
+        self._batches = deque(filter(None, self._batches))
+        self._lying = self._cached
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder of each of these blocks, which somebody uses or which are published."""
+        refs, batch_of = self.refs, self._batch_of
+        for block in blocks:
+            if batch_of[block] is not None:
+                batch_of[block] = None
+                self._cached -= 1
+            elif not refs[block]:
+                self._parked.remove(block)
+            refs[block] += 1
 
     def drop(self, block: int) -> bool:
         """One holder less; True if the block became available by it."""
-        refs = self.refs[block] - 1
-        if refs < 0:
-            raise ValueError(f"block {block} is released more often than it was taken")
-        self.refs[block] = refs
-        if refs:
-            return False
-        if block in self._reading:
-            self._parked.add(block)
-            return False
-        self._rest(block)
-        return True
+        self.drop_all((block,))
+        return self.refs[block] == 0 and block not in self._parked
 
     def drop_all(self, blocks: Iterable[int]) -> None:
-        """One holder less of each, in this order."""
-        refs, free, cached, known = self.refs, self._free, self._cached, self.index.holds
+        """One holder less of each. Of those that are cached, the last one is evicted first."""
+        refs, run_of, reading = self.refs, self.tree.run_of, self._reading
+        cached: list[int] = []
+        unknown: list[int] = []
         for block in blocks:
-            if refs[block] == 1 and block not in self._reading:
-                refs[block] = 0
-                if known(block):
-                    cached[block] = None
-                else:
-                    free.append(block)
+            left = refs[block] - 1
+            if left < 0:
+                raise ValueError(f"block {block} is released more often than it was taken")
+            refs[block] = left
+            if left:
+                continue
+            if block in reading:
+                self._parked.add(block)
+            elif run_of[block] is None:
+                unknown.append(block)
             else:
-                self.drop(block)
+                cached.append(block)
+        self._put_back(cached, unknown)
 
-    def _rest(self, block: int) -> None:
-        if self.index.key(block) is None:
-            self._free.append(block)
-        else:
-            self._cached[block] = None
+    def _put_back(self, cached: list[int], unknown: list[int]) -> None:
+        """Published and other blocks are available from now on."""
+        if cached:
+            self._rest(cached)
+        if unknown:
+            self.tree.part(unknown)
+            self._free += reversed(unknown)
 
     def quarantine(self, block: int) -> None:
         """A copy will read `block`: it is not handed out before `lift`."""
@@ -126,31 +168,30 @@ class BlockPool:
         del self._reading[block]
         if block in self._parked:
             self._parked.discard(block)
-            self._rest(block)
-
-    def publish(self, group: int, keys: Seq[BlockKey], blocks: Seq[int]) -> None:
-        """Make written full blocks findable; one that is findable already keeps its identity, and those that slid out
-        of a window (below 0) have none."""
-        self.index.add(group, keys, blocks)
+            findable = self.tree.run_of[block] is not None
+            self._put_back([block] if findable else [], [] if findable else [block])
 
     def forget_cached(self) -> int:
         """Free every cached block that nobody uses."""
-        n = len(self._cached)
-        self.index.remove(list(self._cached))
-        self._free += self._cached
-        self._cached.clear()
+        n = self._cached
+        self._free += self._evict(n)
         return n
 
     def check(self) -> None:
         in_use: Iterable[int] = (b for b, refs in enumerate(self.refs) if refs)
+        cached = list(self.evictable())
         check_partition(
             self.capacity,
-            {"free": self._free, "cached": self._cached, "quarantined": self._parked, "in use": in_use},
+            {"free": self._free, "cached": cached, "quarantined": self._parked, "in use": in_use},
         )
+        require(len(cached) == self._cached, f"{len(cached)} cached blocks lie in batches, {self._cached} were counted")
+        lying = sum(map(len, self._batches))
+        require(lying == self._lying <= 2 * self.capacity, f"{lying} blocks lie in batches, {self._lying} were counted")
+        run_of = self.tree.run_of
         for block in self._free:
-            require(self.index.key(block) is None, "a free block has no identity", block=block)
-        for block in self._cached:
-            require(self.index.key(block) is not None, "a cached block has an identity", block=block)
+            require(run_of[block] is None, "a free block has no identity", block=block)
+        for block in cached:
+            require(run_of[block] is not None, "a cached block has an identity", block=block)
         for block in self._parked:
             require(block in self._reading, "a quarantined block waits for a copy", block=block)
-        self.index.check()
+        self.tree.check()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from octavo.kv.api import Ask, Copy, Grant, Ledger, Quote, View, Why, check_committable
 from octavo.kv.check import check_disjoint_runs, require
 from octavo.kv.extents import Extents
-from octavo.kv.prefix import BlockKey, KeyChain, Miss
+from octavo.kv.prefix import Key, KeyChain, Miss
 
 Sizer = Callable[[Ask], int]  # tokens that the first region of a request must hold
 
@@ -301,10 +301,10 @@ class Contiguous:
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
-    def extend(self, filled: Seq[tuple[int, int, Seq[BlockKey]]], spare: int) -> int | None:
+    def extend(self, filled: Seq[tuple[int, int, Seq[Key]]], spare: int) -> int | None:
         return None  # a region has one successor: whether that is free must be asked for each
 
-    def seal(self, seq: int, computed: int, keys: Seq[BlockKey]) -> None:
+    def seal(self, seq: int, computed: int, keys: Seq[Key]) -> None:
         region = self._regions[seq]
         region.computed, region.lookahead = computed, 0
         self._version += 1

@@ -9,19 +9,31 @@ from dataclasses import dataclass
 from octavo.kv.api import Ask, Copy, Grant, Ledger, Quote, View, Why, check_committable
 from octavo.kv.blocks import BlockPool
 from octavo.kv.check import check_references, require
-from octavo.kv.prefix import BlockKey, KeyChain, Miss
+from octavo.kv.prefix import Key, KeyChain, Miss
+from octavo.kv.prefix_tree import Run
 
-_Match = tuple[int, tuple[tuple[int, ...], ...], int]  # blocks, block ids per group, collisions seen
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The cached prefix that every group can serve: how many blocks, those of each group that are still needed, the
+    run in the tree that it ends in, and collisions seen."""
+
+    length: int = 0
+    shared: tuple[tuple[int, ...], ...] = ()
+    run: Run | None = None
+    collisions: int = 0
 
 
 @dataclass(slots=True)
 class _Held:
-    """What one sequence holds. `trimmed[g]`: leading table entries of group g that slid out of its window."""
+    """What one sequence holds. `trimmed[g]`: leading table entries of group g that slid out of its window; `run`: where
+    in the prefix tree its published blocks end."""
 
     view: View
     trimmed: list[int]
     computed: int = 0
-    sealed: int = 0  # full blocks that have been offered to the index
+    run: Run | None = None
+    sealed: int = 0  # full blocks that have been published
     lookahead: int = 0  # slots granted to drafts, behind that of the next token
     firm: int = 0  # table entries that are not there for drafts alone
 
@@ -53,7 +65,7 @@ class Paged:
         self._pool = BlockPool(capacity, len(windows))
         self._seqs: dict[int, _Held] = {}
         self._version = 0
-        self._matched: tuple[int, int, BlockKey, _Match] | None = None  # after which change, of how many keys, the last
+        self._matched: tuple[int, int, Key, _Match] | None = None  # after which change, of how many keys, the last
 
     @property
     def free(self) -> int:
@@ -77,17 +89,18 @@ class Paged:
             return Quote(
                 ask, why, 0, take, evict, False, short, free + cached, free, cached, ask.hold_back, self._version
             )
-        reuse, shared, collisions = self._match(ask.keys)
+        match = self._match(ask.keys)
+        shared = match.shared
         cached -= sum(pool.count_cached(blocks) for blocks in shared)
         take = sum(
-            self._wanted(ask.upto, window, reuse, len(blocks))
+            self._wanted(ask.upto, window, match.length, len(blocks))
             for window, blocks in zip(self._windows, shared or ((),) * len(self._windows), strict=True)
         )
         why, short = self._verdict(ask, take, free + cached, sum(map(len, shared)))
         return Quote(
             ask=ask,
             why=why,
-            reuse=reuse * self.block_size,
+            reuse=match.length * self.block_size,
             take=take,
             evict=max(0, take - free),
             move=False,
@@ -98,7 +111,7 @@ class Paged:
             held=ask.hold_back,
             version=self._version,
             shared=shared,
-            collisions=collisions,
+            collisions=match.collisions,
         )
 
     def _lacking(self, held: _Held, upto: int) -> int:
@@ -158,10 +171,10 @@ class Paged:
                 f"sequence {ask.seq}: {ask.upto - start} tokens in a step, at most {self._chunk}; "
                 "such a quote only answers whether there is room"
             )
-        self._version += 1
         if held is None:
             held = self._enter(quote)
             self.collisions += quote.collisions
+        self._version += 1
         if ask.lookahead:
             held.lookahead = ask.lookahead
             held.firm = max(len(held.view.tables[0]), -(-(ask.upto - ask.lookahead) // self.block_size))
@@ -178,39 +191,33 @@ class Paged:
         slots = len(held.view.tables[0]) * self.block_size
         return Grant(ask.seq, slots, quote.reuse, taken + len(copies), evicted, copies)
 
-    def extend(self, filled: Seq[tuple[int, int, Seq[BlockKey]]], spare: int) -> int | None:
+    def extend(self, filled: Seq[tuple[int, int, Seq[Key]]], spare: int) -> int | None:
         groups = len(self._windows)
         wanted = len(filled) * groups
         if self.windowed or self._pool.free + self._pool.cached < wanted + spare:
             return None
         self._version += 1
-        for group in range(groups):
-            keys: list[BlockKey] = []
-            written: list[int] = []
-            for seq, _, new in filled:
-                held = self._seqs[seq]
-                keys += new
-                written += held.view.tables[group][held.sealed : held.sealed + len(new)]
-            self._pool.publish(group, keys, written)
-        blocks, evicted = self._pool.take(wanted)
-        for at, (seq, computed, new) in enumerate(filled):
+        for seq, computed, new in filled:
             held = self._seqs[seq]
             held.computed = computed
-            held.sealed += len(new)
-            for group, table in enumerate(held.view.tables):
+            if new:
+                self._publish(held, new, ())
+        blocks, evicted = self._pool.take(wanted)
+        for at, (seq, _, _) in enumerate(filled):
+            for group, table in enumerate(self._seqs[seq].view.tables):
                 table.append(blocks[at * groups + group])
         return evicted
 
     def _enter(self, quote: Quote) -> _Held:
         groups = len(self._windows)
         reused = quote.reuse // self.block_size
+        run = self._match(quote.ask.keys).run
         tables: list[list[int]] = []
         for blocks in quote.shared or ((),) * groups:
-            for block in blocks:
-                self._pool.share(block)
+            self._pool.share(blocks)
             tables.append([-1] * (reused - len(blocks)) + list(blocks))
         trimmed = [reused - len(blocks) for blocks in quote.shared] or [0] * groups
-        held = _Held(View(tuple(tables)), trimmed, quote.reuse, reused)
+        held = _Held(View(tuple(tables)), trimmed, quote.reuse, run, reused)
         self._seqs[quote.ask.seq] = held
         return held
 
@@ -231,10 +238,10 @@ class Paged:
 
     # -- prefix cache ----------------------------------------------------------------------------------------------
 
-    def _match(self, keys: Seq[BlockKey]) -> _Match:
+    def _match(self, keys: Seq[Key]) -> _Match:
         """The longest prefix that every group can serve. An admission asks up to three times in a row."""
         if not self.shares or not keys:
-            return 0, (), 0
+            return _Match()
         last = self._matched
         if last is not None and last[:2] == (self._version, len(keys)) and last[2] is keys[-1]:
             return last[3]
@@ -242,59 +249,33 @@ class Paged:
         self._matched = (self._version, len(keys), keys[-1], found)
         return found
 
-    def _search(self, keys: Seq[BlockKey]) -> _Match:
+    def _search(self, keys: Seq[Key]) -> _Match:
         """All of the prefix's blocks in full groups, those inside the window in window groups."""
-        index = self._pool.index
-        collisions = 0
-        full = [g for g, window in enumerate(self._windows) if window is None]
-        chains: dict[int, list[int]] = {}
-        length = len(keys)
-        for group in full:
-            chains[group], seen = index.follow(group, keys[:length])
-            collisions += seen
-            length = len(chains[group])
-        found: dict[tuple[int, int], int | None] = {}
-        heads = [index.key(block) for block in chains[full[0]]] if full and self.windowed else []
-        while length and not all(
-            self._window_served(g, length, keys, heads, found) for g in range(len(self._windows)) if g not in chains
-        ):
-            length -= 1
-        if not length:
-            return 0, (), collisions
-        shared: list[tuple[int, ...]] = []
-        for g, window in enumerate(self._windows):
-            if window is None:
-                shared.append(tuple(chains[g][:length]))
-            else:
-                first = self._first_needed(length * self.block_size, window)
-                shared.append(tuple(b for i in range(first, length) if (b := found[g, i]) is not None))
-        return length, tuple(shared), collisions
+        path = self._pool.tree.follow(keys)
+        length = served = path.length
+        while served:
+            for blocks, window in zip(path.blocks, self._windows, strict=True):
+                needed = blocks[self._first_needed(served, window) : served]
+                if -1 in needed:  # nor is there a longer prefix that has this block and does not need it
+                    served -= len(needed) - needed.index(-1)
+            if served == length:
+                break
+            length = served
+        shared = tuple(
+            tuple(blocks[self._first_needed(length, window) : length])
+            for blocks, window in zip(path.blocks, self._windows, strict=True)
+        )
+        return _Match(length, shared if length else (), path.run, path.collisions)
 
-    def _window_served(
-        self,
-        group: int,
-        length: int,
-        keys: Seq[BlockKey],
-        heads: Seq[BlockKey | None],
-        found: dict[tuple[int, int], int | None],
-    ) -> bool:
-        """Whether `group` has every block that the query behind `length` blocks still sees. `heads`: the stored keys
-        of a full group's blocks, already verified."""
-        window = self._windows[group]
-        assert window is not None
-        for i in range(length - 1, self._first_needed(length * self.block_size, window) - 1, -1):
-            if (group, i) not in found:
-                before = heads[i - 1] if 0 < i <= len(heads) else None
-                found[group, i] = self._pool.index.find(group, keys[i], before)[0]
-            if found[group, i] is None:
-                return False
-        return True
+    def _first_needed(self, blocks: int, window: int | None) -> int:
+        """Index of the first block that the query behind so many blocks still sees."""
+        return 0 if window is None else self._first_seen(blocks * self.block_size, window)
 
-    def _first_needed(self, computed: int, window: int) -> int:
+    def _first_seen(self, computed: int, window: int) -> int:
         """Index of the first block that the query at position `computed` still sees."""
         return max(0, computed - window + 1) // self.block_size
 
-    def seal(self, seq: int, computed: int, keys: Seq[BlockKey]) -> None:
+    def seal(self, seq: int, computed: int, keys: Seq[Key]) -> None:
         held = self._seqs[seq]
         self._version += 1
         held.computed = computed
@@ -302,12 +283,20 @@ class Paged:
             self._drop_lookahead(held)
         full = min(computed // self.block_size, len(keys)) if self.shares else 0
         if full > held.sealed:
-            for group, table in enumerate(held.view.tables):
-                self._pool.publish(group, keys[held.sealed : full], table[held.sealed : full])
-            held.sealed = full
+            self._publish(held, keys[held.sealed : full], keys[: held.sealed] if self.windowed else ())
         for group, window in enumerate(self._windows):
             if window is not None:
-                self._trim(held, group, self._first_needed(computed, window))
+                self._trim(held, group, self._first_seen(computed, window))
+
+    def _publish(self, held: _Held, new: Seq[Key], before: Seq[Key]) -> None:
+        """Make the next full blocks of a sequence findable. `before`: the keys in front of them, if it may have given
+        back all those blocks."""
+        first, end = held.sealed, held.sealed + len(new)
+        tables = held.view.tables
+        if self.windowed and first and all(table[first - 1] < 0 for table in tables):
+            held.run = None
+        held.run = self._pool.tree.publish(held.run, first, new, [table[first:end] for table in tables], before)
+        held.sealed = end
 
     def _drop_lookahead(self, held: _Held) -> None:
         """The drafts are judged: give back blocks that only rejected ones had asked for."""
@@ -318,17 +307,17 @@ class Paged:
         held.lookahead = held.firm = 0
 
     def _trim(self, held: _Held, group: int, first: int) -> None:
-        table = held.view.tables[group]
-        for i in range(held.trimmed[group], first):
-            self._pool.drop(table[i])
-            table[i] = -1
-        held.trimmed[group] = max(held.trimmed[group], first)
+        table, trimmed = held.view.tables[group], held.trimmed[group]
+        if first > trimmed:
+            self._pool.drop_all(table[trimmed:first][::-1])  # heads first: nothing that is still seen needs them
+            table[trimmed:first] = [-1] * (first - trimmed)
+            held.trimmed[group] = first
 
     def miss(self, chain: KeyChain, reused: int | None = None, holder: int | None = None) -> Miss:
-        served = self._match(chain.upto(chain.length - 1))[0] if reused is None else reused // self.block_size
+        served = self._match(chain.upto(chain.length - 1)).length if reused is None else reused // self.block_size
         held = self._seqs.get(holder) if holder is not None else None
         own = {block for table in held.view.tables for block in table} if held else set()
-        return self._pool.index.explain(chain, served, own)
+        return self._pool.tree.explain(chain, served, own)
 
     def reset_cache(self) -> int:
         self._version += 1
@@ -341,11 +330,9 @@ class Paged:
         self._version += 1
         blocks = -(-held.computed // self.block_size)
         tables = tuple(list(table[:blocks]) for table in held.view.tables)
-        for table in tables:
-            for block in table:
-                if block >= 0:
-                    self._pool.share(block)
-        self._seqs[child] = _Held(View(tables), list(held.trimmed), held.computed, held.sealed)
+        for table, trimmed in zip(tables, held.trimmed, strict=True):
+            self._pool.share(table[trimmed:])
+        self._seqs[child] = _Held(View(tables), list(held.trimmed), held.computed, held.run, held.sealed)
         # Slots stop at `computed`, so that the first write asks again and copies the shared tail.
         return Grant(seq=child, slots=held.computed, reused=held.computed)
 
@@ -357,12 +344,12 @@ class Paged:
             raise ValueError(f"sequence {seq}: going back {last} blocks needs tokens that slid out of a window")
         self._version += 1
         before = self.free + self.evictable
-        tails = [
-            block for i in range(length - 1, keep - 1, -1) for table in held.view.tables if (block := table[i]) >= 0
-        ]
+        groups = [table[keep:] for table in held.view.tables]
         for table in held.view.tables:
             del table[keep:]
-        self._pool.drop_all(tails)  # tails first: they are evicted before the heads they need
+        # Blocks of one position side by side, heads first: tails are evicted before the heads they need.
+        blocks = groups[0] if len(groups) == 1 else [block for row in zip(*groups[::-1], strict=True) for block in row]
+        self._pool.drop_all([block for block in blocks if block >= 0] if self.windowed else blocks)
         if last is None:
             del self._seqs[seq]
         else:
@@ -374,7 +361,7 @@ class Paged:
 
     def _slid_out(self, held: _Held, computed: int) -> bool:
         return any(
-            window is not None and trimmed > self._first_needed(computed, window)
+            window is not None and trimmed > self._first_seen(computed, window)
             for window, trimmed in zip(self._windows, held.trimmed, strict=True)
         )
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from octavo.kv.prefix import BlockKey, KeyChain
+from octavo.kv.prefix import KeyChain
 from octavo.planner.traces.api import TraceRequest
 
-_ROOT = BlockKey(b"trace", (), None)
 _OWN = 1 << 40  # blocks that one request may have of its own; ids of different requests lie that far apart
 
 
@@ -30,24 +27,16 @@ class TraceChain(KeyChain):
     def __init__(self, tokens: list[int], block_size: int, request: TraceRequest, ordinal: int) -> None:
         self._tokens = tokens
         self.block_size = block_size
-        self.root = _ROOT
+        self.identity = b""
         self._keys = []
         self._hashes = request.hashes
         self._hash_block = request.hash_block
         self._covered = covered(request) // block_size  # blocks
         self._own = -(ordinal + 1) * _OWN
 
-    def upto(self, tokens: int) -> Sequence[BlockKey]:
+    def _grow(self, want: int) -> None:
         keys, size = self._keys, self.block_size
-        have, want = len(keys), tokens // size
-        if have < want:
-            parent = keys[-1] if keys else _ROOT
-            hashes, block = self._hashes, self._hash_block
-            for i in range(have, min(want, self._covered)):
-                last = (i + 1) * size - 1
-                parent = BlockKey(hashes[last // block] * block + last % block, (), parent)
-                keys.append(parent)
-            for i in range(len(keys), want):
-                parent = BlockKey(self._own + i, (), parent)
-                keys.append(parent)
-        return keys if len(keys) == want else keys[:want]
+        hashes, block = self._hashes, self._hash_block
+        last = range((len(keys) + 1) * size - 1, min(want, self._covered) * size, size)  # tokens of the blocks
+        keys += [hashes[at // block] * block + at % block for at in last]
+        keys += range(self._own + len(keys), self._own + want)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import repeat
 
 from octavo import events as ev
 from octavo.kv.api import Ask, Copy, Grant, KVManager, Quote, Why
-from octavo.kv.prefix import BlockKey
+from octavo.kv.prefix import Key
 from octavo.scheduler.admission import outstanding
 from octavo.scheduler.claims import Holdings, growth_victim
 from octavo.scheduler.coasting import Coast, Foresight
@@ -60,7 +59,7 @@ class Residents:
         self.victims: list[Sequence] = []  # preempted while the plan is being made
         self.outgrown: list[Sequence] = []  # whose final region turned out too small
         self.protected: dict[int, Sequence] = {}
-        self.in_flight: dict[Hashable, tuple[BlockKey, Sequence]] = {}  # prompt blocks being computed, and by whom
+        self._computing: dict[int, tuple[Sequence, int]] = {}  # who computes a prompt, of how many full blocks
         self._sink = sink
         self._roster = Roster()
         fair = config.order == "fair"
@@ -89,7 +88,7 @@ class Residents:
 
     # -- asking and taking --------------------------------------------------------------------------------------------
 
-    def ask(self, seq: Sequence, upto: int, keys: Seq[BlockKey] = (), hold_back: int = 0, lookahead: int = 0) -> Ask:
+    def ask(self, seq: Sequence, upto: int, keys: Seq[Key] = (), hold_back: int = 0, lookahead: int = 0) -> Ask:
         request, expected = seq.request, seq.ceiling
         if request.output_length is not None:
             expected = min(expected, len(request.prompt) + request.output_length)
@@ -128,7 +127,7 @@ class Residents:
         """Slots it occupies: all samples of a request count until they are forked."""
         return 1 if seq.forked else seq.request.params.n
 
-    def enter(self, seq: Sequence, upto: int, keys: Seq[BlockKey]) -> Grant:
+    def enter(self, seq: Sequence, upto: int, keys: Seq[Key]) -> Grant:
         """Admit a sequence whose gate was passed: take memory for its first `upto` tokens."""
         grant = self._take(seq, self.kv.quote(self.ask(seq, upto, keys)))
         seq.status = Status.RUNNING
@@ -137,17 +136,21 @@ class Residents:
         self._join(seq)
         if seq.preemptions >= self.config.max_preemptions:
             self.protected[seq.id] = seq
-        self._take_off(seq, keys[grant.reused // self.kv.block_size :])
+        if len(keys) > grant.reused // self.kv.block_size:
+            self._computing[seq.id] = (seq, len(keys))
         return grant
 
-    def _take_off(self, seq: Sequence, keys: Seq[BlockKey]) -> None:
-        """These blocks are being computed by `seq`, unless somebody else is at it already."""
-        digests = [key.digest for key in keys]
-        if self.in_flight.keys().isdisjoint(digests):  # as good as always; one by one takes three times as long
-            self.in_flight.update(zip(digests, zip(keys, repeat(seq)), strict=True))
-        else:
-            for key in keys:
-                self.in_flight.setdefault(key.digest, (key, seq))
+    def computing(self, keys: Seq[Key]) -> list[tuple[Sequence, int]]:
+        """Who computes a prompt that begins like these keys, and how many full blocks it has."""
+        if not keys:
+            return []
+        size = self.kv.block_size
+        return [entry for entry in self._computing.values() if entry[0].keys.upto(size)[0] == keys[0]]
+
+    @property
+    def computes(self) -> bool:
+        """Whether any prompt is being computed whose blocks others could share."""
+        return bool(self._computing)
 
     def grow(self, seq: Sequence, upto: int) -> bool:
         """Get slots for `upto` tokens, preempting if need be. False: not in this step."""
@@ -256,13 +259,15 @@ class Residents:
         computed, size = seq.computed, self.kv.block_size
         if seq.sealed == computed:
             return
-        keys: Seq[BlockKey] = ()
+        keys: Seq[Key] = ()
         if self.kv.shares and computed // size > seq.sealed // size:
             keys = seq.keys.upto(computed)
-            if self.in_flight:
-                self._landed(seq, keys[seq.sealed // size :])
         self.kv.seal(seq.id, computed, keys)
         seq.sealed = computed
+        if keys and seq.id in self._computing:
+            self.relief += 1  # who waits may share them
+            if len(keys) >= self._computing[seq.id][1]:
+                del self._computing[seq.id]
         if self.kv.windowed:  # blocks may have left the window
             self.relief += 1
 
@@ -272,21 +277,13 @@ class Residents:
         for seq in self.running:
             self.seal(seq)
 
-    def _landed(self, seq: Sequence, keys: Seq[BlockKey]) -> None:
-        self.relief += 1  # who waits may share them
-        in_flight = self.in_flight
-        for key in keys:
-            if (flight := in_flight.get(key.digest)) is not None and flight[1] is seq:
-                del in_flight[key.digest]
-
     def leave(self, seq: Sequence) -> int:
         """Out of the running set; returns the blocks that became available."""
         if self.coast is not None:
             self.coast.leave(seq)
         self._roster.remove(seq)
         self.seal(seq)
-        if self.in_flight:
-            self._landed(seq, seq.keys.upto(len(seq.tokens))[seq.sealed // self.kv.block_size :])
+        self._computing.pop(seq.id, None)
         released = self.kv.release(seq.id)
         self.running.remove(seq)
         self.slots -= self.places(seq)

@@ -481,6 +481,6 @@ class Scheduler:
             waits_for_copies = self.kv.ledger().quarantined // self.kv.block_size
             available = self.kv.free + self.kv.evictable + waits_for_copies
             require(available == self.kv.capacity, "all memory is available at rest")
-            left = residents.in_flight or residents.protected or not self._waiting.at_rest
+            left = residents.computes or residents.protected or not self._waiting.at_rest
             drafting = self._speculation is not None and not self._speculation.at_rest
             require(not left and not drafting, "nothing is left behind")

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from octavo import events as ev
 from octavo.kv.api import Ledger, Quote, Why
-from octavo.kv.prefix import BlockKey
+from octavo.kv.prefix import Key
 from octavo.scheduler.admission import CHARGES, Charge, LengthPredictor, Pool
 from octavo.scheduler.explain import MEMORY_CAUSES, Cause, Holder, Wait, from_quote
 from octavo.scheduler.queue import TenantLines, WaitingQueue
@@ -189,28 +189,23 @@ class WaitingRoom:
 
     def _prefix_in_flight(self, seq: Sequence) -> Wait | None:
         """Its next missing block is being computed by someone else: waiting is cheaper than computing it twice."""
-        in_flight = self._residents.in_flight
-        if not in_flight:
+        residents, size = self._residents, self._kv.block_size
+        if not residents.computes:
             return None
         keys = self._keys(seq)
-        if not keys or not self._may_be_in_flight(seq, keys):
+        rivals = residents.computing(keys)
+        if not rivals:
             return None
-        reused = self._kv.quote(self._residents.ask(seq, 1, keys)).reuse // self._kv.block_size
-        key, owner = in_flight.get(keys[reused].digest, (None, None)) if reused < len(keys) else (None, None)
-        if key is None or owner is None or not key.same(keys[reused]):
-            return None
-        if self._residents.shares is not None and owner.request.tenant != seq.request.tenant:
-            return None  # it may not be that tenant's turn for long
-        return Wait(Cause.BEHIND, 0, 0, 0, "blocks", behind=owner.request.id, shares_prefix=True)
+        at = self._kv.quote(residents.ask(seq, 1, keys)).reuse // size
+        wanted = keys[: at + 1]
+        for other, blocks in rivals:
+            if other.sealed // size <= at < min(blocks, len(keys)) and other.keys.upto((at + 1) * size) == wanted:
+                if residents.shares is not None and other.request.tenant != seq.request.tenant:
+                    return None  # it may not be that tenant's turn for long
+                return Wait(Cause.BEHIND, 0, 0, 0, "blocks", behind=other.request.id, shares_prefix=True)
+        return None
 
-    def _may_be_in_flight(self, seq: Sequence, keys: Seq[BlockKey]) -> bool:
-        """Whether looking closer is worth it. Who computes a later block of the chain holds the first one, too."""
-        in_flight = self._residents.in_flight
-        if self._kv.windowed:
-            return any(key.digest in in_flight for key in keys)
-        return keys[0].digest in in_flight or self._kv.quote(self._residents.ask(seq, 1, keys[:1])).reuse > 0
-
-    def _keys(self, seq: Sequence) -> Seq[BlockKey]:
+    def _keys(self, seq: Sequence) -> Seq[Key]:
         """Blocks that may come from the cache. At least one token is computed, for its logits; prompt logprobs
         need every position."""
         if not self._kv.shares or seq.request.params.prompt_logprobs is not None:

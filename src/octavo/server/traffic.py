@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from octavo.kv.prefix import BlockKey, Key
 from octavo.runner.api import StepPlan
 from octavo.runner.timing import StepShape, shape_of
 from octavo.types import Request, Sequence
@@ -105,5 +107,9 @@ class Traffic:
 
 def hashes_of(seq: Sequence, tokens: int) -> array[int]:
     """Prefix identity of the full blocks within a sequence's first `tokens` tokens."""
-    keys = seq.keys.upto(tokens)
-    return array("Q", [int.from_bytes(key.digest[:8], "little") for key in keys if isinstance(key.digest, bytes)])
+    return trace_hashes(seq.keys.upto(tokens))
+
+
+def trace_hashes(keys: Iterable[Key]) -> array[int]:
+    """Keys as the ids of blocks that a trace has."""
+    return array("Q", [int.from_bytes(key.digest[:8], "little") for key in keys if isinstance(key, BlockKey)])

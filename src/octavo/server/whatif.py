@@ -20,7 +20,7 @@ from octavo.server.errors import ApiError
 from octavo.server.inspector import Inspector
 from octavo.server.protocol import Body
 from octavo.server.replaying import Job, Settings, work
-from octavo.server.traffic import SECONDS, Recorded
+from octavo.server.traffic import SECONDS, Recorded, trace_hashes
 from octavo.types import Sequence
 
 LEAST_STEPS = 64  # timed steps from which step times can be fitted and checked
@@ -157,10 +157,8 @@ class Recent:
 
 def _prompt_hashes(seq: Sequence) -> array[int]:
     """As `traffic.hashes_of`, without touching what belongs to the engine's thread."""
-    chain = KeyChain(list(seq.request.prompt), seq.keys.block_size, b"")
-    chain.root = seq.keys.root
-    keys = chain.upto(len(seq.request.prompt))
-    return array("Q", [int.from_bytes(key.digest[:8], "little") for key in keys if isinstance(key.digest, bytes)])
+    chain = KeyChain(list(seq.request.prompt), seq.keys.block_size, seq.keys.identity)
+    return trace_hashes(chain.upto(len(seq.request.prompt)))
 
 
 class Replays:
