@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from octavo.kv.blocks import BlockPool
-from octavo.kv.prefix import BlockKey, KeyChain
+from octavo.kv.prefix import Key, KeyChain
 
 CAPACITY = 8
 
@@ -23,7 +23,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(CAPACITY, 1)
         self.refs: Counter[int] = Counter()
         self.order: list[int] = []
-        self.published: dict[int, BlockKey] = {}
+        self.published: dict[int, Key] = {}
         self.reading: Counter[int] = Counter()
         self.parked: set[int] = set()
         self.made = 0
@@ -56,7 +56,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 99))
     def share(self, n: int) -> None:
         block = self.pick(n, sorted(set(self.refs) | set(self.published)))
-        self.pool.share(block)
+        self.pool.share([block])
         self.refs[block] += 1
         self.parked.discard(block)
         if block in self.order:
@@ -88,10 +88,12 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 99))
     def publish(self, n: int) -> None:
         block = self.pick(n, sorted(self.refs))
+        if block in self.published:
+            return
         self.made += 1
         key = KeyChain([self.made], 1, b"").upto(1)[0]
-        self.pool.publish(0, [key], [block])
-        self.published.setdefault(block, key)
+        self.pool.tree.publish(None, 0, [key], [[block]])
+        self.published[block] = key
 
     @precondition(lambda self: self.refs)
     @rule(n=st.integers(0, 99))
@@ -126,9 +128,10 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.quarantined == len(self.parked)
         assert self.pool.in_use == len(self.refs)
         assert all(self.pool.refs[block] == self.refs[block] for block in range(CAPACITY))
-        assert all(self.pool.count_cached([block]) == (block in self.order) for block in range(CAPACITY))
+        assert list(self.pool.evictable()) == self.order
+        assert all(self.pool.count_cached([block]) == (block in self.order) for block in self.published)
         for block, key in self.published.items():
-            assert self.pool.index.find(0, key, None) == (block, 0)
+            assert self.pool.tree.follow([key]).blocks == [[block]]
 
 
 TestBlockPool = PoolMachine.TestCase

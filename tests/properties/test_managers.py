@@ -100,16 +100,32 @@ class ManagerMachine(RuleBasedStateMachine):
         owned.computed = upto
         self.kv.seal(seq, upto, owned.chain.upto(upto) if self.kv.shares else ())
 
+    def found_in_memory(self, tokens: list[int]) -> int:
+        """How many leading tokens lie in whole blocks that somebody has computed and nobody has taken since."""
+        blocks = set(self.kv.cached_pages())
+        for seq, owned in self.seqs.items():
+            blocks.update(b for table in self.kv.view(seq).tables for b in table[: owned.computed // BLOCK])
+        ends = {self.memory[block][-1] for block in blocks}
+        found = 0
+        while found + BLOCK <= len(tokens):
+            end = tuple(tokens[: found + BLOCK])
+            if any((group, end) not in ends for group in range(len(self.windows))):
+                break
+            found += BLOCK
+        return found
+
     # -- rules
 
     @rule(head=st.integers(0, 2), length=st.integers(1, 20), extra=st.integers(0, 12), hold=st.integers(0, 4))
     def admit(self, head: int, length: int, extra: int, hold: int) -> None:
+        self.next_id += 1
         tokens = [head] * length
         owned = Owned(tokens, min(LONGEST, length + extra))
         keys = tuple(owned.chain.upto(length - 1)) if self.kv.shares else ()
         reuse = self.kv.quote(Ask(self.next_id, 1, length, owned.ceiling, owned.ceiling, keys)).reuse
+        if self.kv.shares and not self.kv.windowed:
+            assert reuse == self.found_in_memory(tokens[: length - 1])
         upto = min(length, reuse + CHUNK)
-        self.next_id += 1
         ask = Ask(self.next_id, upto, length, owned.ceiling, owned.ceiling, keys, hold)
         grant = self.take(ask)
         if grant is None:

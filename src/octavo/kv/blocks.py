@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 
 from octavo.kv.check import check_partition, require
 from octavo.kv.prefix_tree import PrefixTree
@@ -13,8 +14,8 @@ class BlockPool:
     """Every block is in exactly one state: free, in use (refs > 0), cached (refs 0, published) or quarantined
     (refs 0, but the source of a copy that has not run). All operations are O(1) a block.
 
-    Cached blocks lie in batches, as they were given back. A block that is used again stays where it is in its batch, out
-    of date, until the batch is evicted or all are tidied up.
+    Cached blocks lie in batches, as they were given back. A block that is used again stays in its batch, out of date,
+    until the batch is evicted or all are tidied up.
     """
 
     def __init__(self, capacity: int, groups: int) -> None:
@@ -23,7 +24,7 @@ class BlockPool:
         self.tree = PrefixTree(capacity, groups)
         self._free = list(range(capacity - 1, -1, -1))  # a stack: low ids first, recently freed next
         self._batches: deque[list[int]] = deque()  # least recently used first; of each, the last block goes first
-        self._batch_of: list[list[int] | None] = [None] * capacity  # where a cached block lies
+        self._batch_of: list[list[int] | None] = [None] * capacity  # where a block lies, if it is cached
         self._cached = 0
         self._lying = 0  # blocks in batches, cached or out of date
         self._reading: dict[int, int] = {}  # block -> copies that still have to read it
@@ -53,9 +54,10 @@ class BlockPool:
                     yield block
 
     def count_cached(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks are evictable: published, and used by nobody."""
-        batch_of = self._batch_of
-        return sum([batch_of[block] is not None for block in blocks])
+        """How many of these published blocks are evictable: used by nobody."""
+        refs, parked = self.refs, self._parked
+        cached = [block for block in blocks if not refs[block]]
+        return len(cached) - (sum([block in parked for block in cached]) if parked else 0)
 
     def take(self, n: int) -> tuple[list[int], int]:
         """`n` blocks with one reference each, and how many had to be evicted from the cache (least recently used
@@ -89,8 +91,6 @@ class BlockPool:
             oldest += [block for block in last if batch_of[block] is batch]
             if not batch:
                 batches.popleft()
-        for block in oldest:
-            batch_of[block] = None
         self._cached -= n
         self.tree.remove(oldest)
         return oldest
@@ -115,11 +115,12 @@ class BlockPool:
         """One more holder of each of these blocks, which somebody uses or which are published."""
         refs, batch_of = self.refs, self._batch_of
         for block in blocks:
-            if batch_of[block] is not None:
-                batch_of[block] = None
-                self._cached -= 1
-            elif not refs[block]:
-                self._parked.remove(block)
+            if not refs[block]:
+                if block in self._parked:
+                    self._parked.remove(block)
+                else:
+                    batch_of[block] = None
+                    self._cached -= 1
             refs[block] += 1
 
     def drop(self, block: int) -> bool:
@@ -127,25 +128,23 @@ class BlockPool:
         self.drop_all((block,))
         return self.refs[block] == 0 and block not in self._parked
 
-    def drop_all(self, blocks: Iterable[int]) -> None:
+    def drop_all(self, blocks: Seq[int]) -> None:
         """One holder less of each. Of those that are cached, the last one is evicted first."""
-        refs, run_of, reading = self.refs, self.tree.run_of, self._reading
-        cached: list[int] = []
-        unknown: list[int] = []
-        for block in blocks:
-            left = refs[block] - 1
-            if left < 0:
-                raise ValueError(f"block {block} is released more often than it was taken")
-            refs[block] = left
-            if left:
-                continue
-            if block in reading:
-                self._parked.add(block)
-            elif run_of[block] is None:
-                unknown.append(block)
-            else:
-                cached.append(block)
-        self._put_back(cached, unknown)
+        refs, run_of = self.refs, self.tree.run_of
+        left = [block for block in blocks if refs[block] == 1]  # by their last holder
+        if len(left) < len(blocks):
+            for block in blocks:
+                if refs[block] < 1:
+                    raise ValueError(f"block {block} is released more often than it was taken")
+                refs[block] -= 1
+        else:
+            for block in left:
+                refs[block] = 0
+        if self._reading:
+            self._parked.update(block for block in left if block in self._reading)
+            left = [block for block in left if block not in self._parked]
+        unknown = [block for block in left if run_of[block] is None]
+        self._put_back([block for block in left if run_of[block] is not None] if unknown else left, unknown)
 
     def _put_back(self, cached: list[int], unknown: list[int]) -> None:
         """Published and other blocks are available from now on."""

@@ -52,7 +52,6 @@ class PrefixTree:
     def __init__(self, capacity: int, groups: int) -> None:
         self.root = Run(None, 0, [], [[] for _ in range(groups)])
         self.run_of: list[Run | None] = [None] * capacity  # for each block; None: not findable
-        self._depth = [0] * capacity  # which block of its chain a findable block is
         self._twins: dict[int, list[int]] = {}  # findable block -> others with its content
         self._twin_of: dict[int, int] = {}  # the other way round
 
@@ -129,6 +128,8 @@ class PrefixTree:
                 return None
             tables = [[-1] * len(before) + list(table) for table in tables]
         run = run or self.root
+        if run.keys and not run.children and run.start + len(run.keys) == depth:
+            return self._append(run, keys, tables)  # it gets on, and nobody else has come by
         while run.parent is not None and run.start >= depth:
             run = run.parent  # it was split
         done = 0
@@ -153,13 +154,12 @@ class PrefixTree:
         if run.parent is None or run.children:
             parent, run = run, Run(run, run.end, [], [[] for _ in tables])
             parent.children[digest_of(keys[0])] = run
-        run_of, depths, start = self.run_of, self._depth, run.end
+        run_of = self.run_of
         for there, blocks in zip(run.blocks, tables, strict=True):
             there += blocks
-            for depth, block in enumerate(blocks, start):
+            for block in blocks:
                 if block >= 0:
                     run_of[block] = run
-                    depths[block] = depth
         run.keys += keys
         return run
 
@@ -171,15 +171,11 @@ class PrefixTree:
                 if block < 0 or first == block:
                     continue
                 if first < 0:
-                    self._put(run, i, there, block)
+                    there[i] = block
+                    self.run_of[block] = run
                 else:
                     self._twins.setdefault(first, []).append(block)
                     self._twin_of[block] = first
-
-    def _put(self, run: Run, at: int, there: list[int], block: int) -> None:
-        there[at] = block
-        self.run_of[block] = run
-        self._depth[block] = run.start + at
 
     def _split(self, run: Run, at: int) -> Run:
         """Cut a run in two before its block `at`; returns the first part, which is a new one: who was at the end of the
@@ -229,17 +225,18 @@ class PrefixTree:
     def _vacate(self, block: int) -> None:
         run = self.run_of[block]
         assert run is not None
-        at = self._depth[block] - run.start
-        there = next(there for there in run.blocks if there[at] == block)
-        self.run_of[block] = None
+        there = next(there for there in run.blocks if block in there)
+        at = there.index(block)
         there[at] = -1
+        self.run_of[block] = None
         heirs = self._twins.pop(block, None)
         if heirs is None:
             self._prune(run, len(run.keys))
             return
         heir, *others = heirs
         del self._twin_of[heir]
-        self._put(run, at, there, heir)
+        there[at] = heir
+        self.run_of[heir] = run
         if others:
             self._twins[heir] = others
             self._twin_of.update(dict.fromkeys(others, heir))
@@ -291,11 +288,10 @@ class PrefixTree:
             require(held or bool(run.children), "no run ends in what nobody holds")
             for there in run.blocks:
                 require(len(there) == len(run.keys), "every key of a run has an entry in each group")
-                for at, block in enumerate(there):
+                for block in there:
                     if block >= 0:
                         found.append(block)
-                        agree = self.run_of[block] is run and self._depth[block] == run.start + at
-                        require(agree, "tree and identity agree", block=block)
+                        require(self.run_of[block] is run, "tree and identity agree", block=block)
         findable = [block for block, run in enumerate(self.run_of) if run is not None]
         require(sorted(found) == findable, "every published block is findable exactly once")
         twins = {twin: first for first, others in self._twins.items() for twin in others}

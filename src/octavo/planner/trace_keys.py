@@ -35,8 +35,17 @@ class TraceChain(KeyChain):
         self._own = -(ordinal + 1) * _OWN
 
     def _grow(self, want: int) -> None:
-        keys, size = self._keys, self.block_size
-        hashes, block = self._hashes, self._hash_block
-        last = range((len(keys) + 1) * size - 1, min(want, self._covered) * size, size)  # tokens of the blocks
-        keys += [hashes[at // block] * block + at % block for at in last]
+        keys = self._keys
+        if self._covered and not keys:
+            keys += self._shared()
         keys += range(self._own + len(keys), self._own + want)
+
+    def _shared(self) -> list[int]:
+        """The keys that the hashes cover."""
+        size, block = self.block_size, self._hash_block
+        if not block % size:  # nearly always, and then several times as fast
+            whole = self._hashes[: -(-self._covered * size // block)]
+            offsets = range(size - 1, block, size)
+            return [hashed * block + offset for hashed in whole for offset in offsets][: self._covered]
+        last = range(size - 1, self._covered * size, size)  # tokens of the blocks
+        return [self._hashes[at // block] * block + at % block for at in last]
