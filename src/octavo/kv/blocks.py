@@ -130,29 +130,39 @@ class BlockPool:
 
     def drop_all(self, blocks: Seq[int]) -> None:
         """One holder less of each. Of those that are cached, the last one is evicted first."""
-        refs, run_of = self.refs, self.tree.run_of
-        left = [block for block in blocks if refs[block] == 1]  # by their last holder
-        if len(left) < len(blocks):
-            for block in blocks:
-                if refs[block] < 1:
-                    raise ValueError(f"block {block} is released more often than it was taken")
-                refs[block] -= 1
-        else:
+        refs = self.refs
+        holders = list(map(refs.__getitem__, blocks))
+        if holders.count(1) == len(holders):
+            left = list(blocks)
             for block in left:
                 refs[block] = 0
+        else:
+            left = []  # by their last holder
+            for block, held in zip(blocks, holders, strict=True):
+                if held < 1:
+                    raise ValueError(f"block {block} is released more often than it was taken")
+                refs[block] = held - 1
+                if held == 1:
+                    left.append(block)
         if self._reading:
             self._parked.update(block for block in left if block in self._reading)
             left = [block for block in left if block not in self._parked]
-        unknown = [block for block in left if run_of[block] is None]
-        self._put_back([block for block in left if run_of[block] is not None] if unknown else left, unknown)
+        self._put_back(left)
 
-    def _put_back(self, cached: list[int], unknown: list[int]) -> None:
-        """Published and other blocks are available from now on."""
-        if cached:
-            self._rest(cached)
+    def _put_back(self, blocks: list[int]) -> None:
+        """Nobody uses these blocks any longer: those that are published are cached, the others free."""
+        run_of = self.tree.run_of
+        unknown: list[int] = []
+        while blocks and run_of[blocks[-1]] is None:  # as a rule only the last ones
+            unknown.append(blocks.pop())
+        if None in map(run_of.__getitem__, blocks):
+            unknown += [block for block in blocks if run_of[block] is None]
+            blocks = [block for block in blocks if run_of[block] is not None]
+        if blocks:
+            self._rest(blocks)
         if unknown:
             self.tree.part(unknown)
-            self._free += reversed(unknown)
+            self._free += unknown
 
     def quarantine(self, block: int) -> None:
         """A copy will read `block`: it is not handed out before `lift`."""
@@ -167,8 +177,7 @@ class BlockPool:
         del self._reading[block]
         if block in self._parked:
             self._parked.discard(block)
-            findable = self.tree.run_of[block] is not None
-            self._put_back([block] if findable else [], [] if findable else [block])
+            self._put_back([block])
 
     def forget_cached(self) -> int:
         """Free every cached block that nobody uses."""
