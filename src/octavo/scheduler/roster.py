@@ -58,6 +58,12 @@ class Roster:
         row = self._row[seq.id]
         self._data[_KNOWN, row], self._data[_SLOTS, row], self._data[_SINCE, row] = len(seq.tokens), seq.slots, step
 
+    def extended(self, seqs: Iterable[Sequence]) -> None:
+        """These coast, and have got more slots."""
+        data, row = self._data, self._row
+        for seq in seqs:
+            data[_SLOTS, row[seq.id]] = seq.slots
+
     def wakes(self, seq: Sequence) -> None:
         """It does so no longer."""
         self._data[_SINCE, self._row[seq.id]] = _NEVER
