@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class LengthPredictor:
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
+        self._sorted = array("q")
         self._history: Ints | None = None  # the same as an array, once somebody has asked
 
     def learn(self, generated: int) -> None:
@@ -57,13 +58,18 @@ class LengthPredictor:
             if self._history is None:
                 self._history = np.array(self._sorted, dtype=np.int64)
             longer = self._history.searchsorted(generated, side="right")
-            at = longer + (QUANTILE * (count - 1 - longer)).astype(np.int64)
-            guess = self._history.take(at, mode="clip") - generated
+            guess = self._history.take(_ranks(count).take(longer)) - generated
             outlived = longer == count
             if outlived.any():
                 guess = np.where(outlived, np.maximum(32, generated // 2), guess)
-        guess = np.minimum(lengths.room, guess)
-        return np.where(lengths.exact, lengths.room, guess) if lengths.exact.any() else guess
+        return np.minimum(lengths.room, np.maximum(lengths.least, guess))
+
+
+@lru_cache(HISTORY)
+def _ranks(count: int) -> Ints:
+    """Of `count` sorted lengths the one that is predicted, by how many of them have been outlived already."""
+    longer = np.arange(count + 1)
+    return np.minimum(count - 1, longer + (QUANTILE * (count - 1 - longer)).astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +106,8 @@ class PeakProfile:
     shortness  minus the tokens to come of each, which rises
     tokens     sum of the tokens known, up to and with each;  fixed: of the blocks of their window groups
     highest    largest number of blocks in use when one of those so far ends
-    later      tokens in use when each ends if one more runs besides, without what that one knows;  rest: the blocks of
-               window groups and of tails then
+    later      tokens in use when each ends if one more runs besides, without what that one knows, and with the tails;
+               where no window group counts besides, of all that end from then on the most
     held       blocks they hold now
     """
 
@@ -110,7 +116,6 @@ class PeakProfile:
     fixed: Ints
     highest: Ints
     later: Ints
-    rest: Ints
     held: int
 
 
@@ -121,15 +126,26 @@ def peak_profile(kv: KVManager, lengths: Lengths, remaining: Ints) -> PeakProfil
     shortness = -remaining
     order = shortness.argsort(kind="stable")
     shortness, known = shortness[order], lengths.known[order]
-    tokens, count = known.cumsum(), np.arange(1, len(known) + 1)
-    fixed = np.zeros_like(known)
+    tokens, (count, tails, tails_beside) = known.cumsum(), _tails(len(known), size)
+    ends = tokens - count * shortness
+    highest, later = -groups * (-(ends + tails) // size), ends - shortness + tails_beside
+    held = -int((-lengths.slots // size).sum()) * groups
+    fixed = np.zeros(len(known), dtype=np.int64)
     if kv.windowed:
         fixed = np.array([window_blocks(kv, int(n)) for n in known - shortness], dtype=np.int64).cumsum()
-    ends = tokens - count * shortness
-    blocks = fixed + groups * ((count - 1) // 2 - -ends // size)
-    held = -int((-lengths.slots // size).sum()) * groups + int(fixed[-1] if len(fixed) else 0)
-    rest = fixed + groups * (count // 2)
-    return PeakProfile(shortness, tokens, fixed, np.maximum.accumulate(blocks), ends - shortness, rest, held)
+        highest += fixed
+        held += int(fixed[-1]) if len(fixed) else 0
+    else:
+        later = np.maximum.accumulate(later[::-1])[::-1]
+    return PeakProfile(shortness, tokens, fixed, np.maximum.accumulate(highest), later, held)
+
+
+@lru_cache(1024)
+def _tails(running: int, size: int) -> tuple[Ints, Ints, Ints]:
+    """For the first, the first two ... of so many sequences: how many they are, the tokens that half of their tail
+    blocks come to, and the same if one more runs besides."""
+    count = np.arange(1, running + 1)
+    return count, size * ((count - 1) // 2), size * (count // 2)
 
 
 ChargeFunction = Callable[[Sequence, Pool], Charge]
@@ -161,8 +177,11 @@ def charge_peak(seq: Sequence, pool: Pool) -> Charge:
     if at:
         peak = max(peak, int(profile.highest[at - 1]))
     if at < len(profile.later):  # it is still there when these end
-        later = profile.rest[at:] - groups * (-(profile.later[at:] + known) // size)
-        peak = max(peak, int(later.max()) + own)
+        if kv.windowed:
+            later = int((profile.fixed[at:] - groups * (-(profile.later[at:] + known) // size)).max())
+        else:
+            later = groups * -(-(int(profile.later[at]) + known) // size)
+        peak = max(peak, later + own)
     now = profile.held + own + groups * -(-known // size)
     return Charge(known, max(0, peak - now))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.runner.api import Coasting
@@ -30,6 +31,18 @@ class Foresight(Protocol):
         """How many plain tokens the sequence certainly draws next."""
 
 
+@dataclass(slots=True)
+class _Nap:
+    """Of one that coasts. Booked up to step `since`; `began`: tokens computed when it fell asleep. Its alarm rings at
+    step `until` (-1: it has woken); from step `end` on more than a plain token may come to it, slots or not."""
+
+    seq: Sequence
+    since: int
+    began: int
+    until: int
+    end: int
+
+
 class Coast:
     """The running sequences, awake ones in order of entry and coasting ones by the step at which they wake.
 
@@ -45,14 +58,12 @@ class Coast:
         self.now = 0
         self._foresight = foresight
         self._roster = roster
-        self._windows = foresight.windows
+        self._token, self._windows = foresight.token, foresight.windows
         self._block = block_size
         self._extend = extend
-        self._asleep: dict[int, tuple[Sequence, int, int]] = {}  # id -> (sequence, booked up to step, began with)
-        self._alarms: dict[int, list[tuple[Sequence, int]]] = {}  # step -> (sequence, ticket)
+        self._asleep: dict[int, _Nap] = {}  # by sequence id
+        self._alarms: dict[int, list[_Nap]] = {}  # by step; also of some that woke before
         self._alarm_steps: list[int] = []  # a heap of the steps in `_alarms`
-        self._tickets: dict[int, int] = {}  # sequence id -> ticket of its valid alarm
-        self._ticket = 0
         self._computed = 0  # of all that coast
         self._narrow = [[0, 0] for _ in self._windows]  # per window: those with less context, and their contexts' sum
         self._fresh: set[int] = set()  # awake, and gained a token in the last step
@@ -76,99 +87,95 @@ class Coast:
         """Let a decoding sequence that has a slot for its next token coast, if it can for at least this step."""
         if seq.id not in self._fresh or len(seq.draws) != 1:
             return False
-        steps = self._steps(seq)
-        if steps < 1:
+        now, computed = self.now, seq.computed
+        end = now + min(seq.ceiling - 1 - len(seq.tokens), self._foresight.plain(seq))
+        until = min(end, now + seq.slots - computed)
+        for window in self._windows:
+            until = min(until, now + self._undisturbed(computed, window))
+        if until <= now:
             return False
-        self._asleep[seq.id] = (seq, self.now, seq.computed)
+        nap = self._asleep[seq.id] = _Nap(seq, now, computed, until, end)
         self._taken.add(seq.id)
-        self._set_alarm(seq, steps)
-        self._count(seq, seq.computed, 1)
+        self._set_alarm(nap, until)
+        self._roster.coasts(seq, now)
+        self._count(nap, 1)
         return True
 
-    def _set_alarm(self, seq: Sequence, steps: int) -> None:
-        self._ticket += 1
-        self._tickets[seq.id] = self._ticket
-        at = self.now + steps
-        if at not in self._alarms:
-            self._alarms[at] = []
+    def _set_alarm(self, nap: _Nap, at: int) -> None:
+        nap.until = at
+        if at in self._alarms:
+            self._alarms[at].append(nap)
+        else:
+            self._alarms[at] = [nap]
             heapq.heappush(self._alarm_steps, at)
-        self._alarms[at].append((seq, self._ticket))
-        self._roster.coasts(seq, self.now)
 
     def _undisturbed(self, computed: int, window: int) -> int:
         """Steps in which no block leaves the window and the context does not outgrow it."""
         beyond = computed - window + 1
         return -beyond if beyond < 0 else self._block - 1 - beyond % self._block
 
-    def _count(self, seq: Sequence, began: int, sign: int) -> None:
-        """Add a sequence to the sums, or take it out. `began`: tokens computed when it fell asleep, which decides
-        whether it counts as one with less context than the window; it wakes when that changes."""
-        self._computed += sign * seq.computed
+    def _count(self, nap: _Nap, sign: int) -> None:
+        """Add a sequence to the sums, or take it out. With how much it began decides whether it counts as one with less
+        context than the window; it wakes when that changes."""
+        computed = nap.seq.computed
+        self._computed += sign * computed
         for window, narrow in zip(self._windows, self._narrow, strict=True):
-            if began + 1 < window:
+            if nap.began + 1 < window:
                 narrow[0] += sign
-                narrow[1] += sign * (seq.computed + 1)
+                narrow[1] += sign * (computed + 1)
 
     def wake(self) -> None:
         """A plan begins: wake those whose time has come. Who has only used up its slots goes on if there are blocks
         for all of those."""
-        if not self._alarm_steps or self._alarm_steps[0] != self.now:
+        now = self.now
+        if not self._alarm_steps or self._alarm_steps[0] != now:
             return
         heapq.heappop(self._alarm_steps)
-        due = [seq for seq, ticket in self._alarms.pop(self.now) if self._tickets.get(seq.id) == ticket]
-        full = [] if self._windows else [seq for seq in due if self._only_full(seq)]
-        if full and self._extend(full):
-            for seq in full:
-                self._set_alarm(seq, self._steps(seq))
-            due = [seq for seq in due if self._tickets[seq.id] <= self._ticket - len(full)]
-        for seq in due:
-            self._book_and_wake(seq)
-        self.awake.sort(key=_entered)
-
-    def _only_full(self, seq: Sequence) -> bool:
-        self._book(seq)
-        return seq.computed == seq.slots and seq.ceiling - 1 > len(seq.tokens) and self._foresight.plain(seq) > 0
-
-    def _steps(self, seq: Sequence) -> int:
-        """Steps in which nothing but a plain token can come to it."""
-        steps = min(seq.slots - seq.computed, seq.ceiling - 1 - len(seq.tokens), self._foresight.plain(seq))
-        for window in self._windows:
-            steps = min(steps, self._undisturbed(seq.computed, window))
-        return steps
+        due = [nap for nap in self._alarms.pop(now) if nap.until == now]
+        full = [] if self._windows else [nap for nap in due if nap.end > now]
+        if full:
+            for nap in full:
+                self._book(nap)
+            if self._extend([nap.seq for nap in full]):
+                for nap in full:
+                    self._set_alarm(nap, min(now + self._block, nap.end))
+                due = [nap for nap in due if nap.until == now]
+        self._wake(due)
 
     def rouse(self, seq: Sequence) -> None:
         """Wake one before its time."""
         if seq.id in self._asleep:
-            self._book_and_wake(seq)
-            self.awake.sort(key=_entered)
+            self._wake([self._asleep[seq.id]])
 
-    def _book_and_wake(self, seq: Sequence) -> None:
-        self._book(seq)
-        self._count(seq, self._asleep[seq.id][2], -1)
-        del self._asleep[seq.id], self._tickets[seq.id]
-        self._roster.wakes(seq)
-        self._fresh.add(seq.id)
-        self._woke.append(seq)
-        if seq.id in self._taken:
-            self._taken.remove(seq.id)
-        else:
-            self.awake.append(seq)
+    def _wake(self, naps: list[_Nap]) -> None:
+        for nap in naps:
+            seq = nap.seq
+            self._book(nap)
+            self._count(nap, -1)
+            nap.until = -1
+            del self._asleep[seq.id]
+            self._roster.wakes(seq)
+            self._fresh.add(seq.id)
+            self._woke.append(seq)
+            if seq.id in self._taken:
+                self._taken.remove(seq.id)
+            else:
+                self.awake.append(seq)
+        self.awake.sort(key=_entered)
 
-    def _book(self, seq: Sequence) -> None:
+    def _book(self, nap: _Nap) -> None:
         """Write down what it has gained."""
-        _, since, began = self._asleep[seq.id]
-        steps = self.now - since
-        if not steps:
-            return
-        seq.tokens.extend([self._foresight.token] * steps)
-        seq.computed += steps
-        seq.high_water = seq.computed
-        self._asleep[seq.id] = (seq, self.now, began)
+        steps = self.now - nap.since
+        if steps:
+            nap.since = self.now
+            seq = nap.seq
+            seq.tokens.extend([self._token] * steps)
+            seq.computed = seq.high_water = seq.computed + steps
 
     def sync(self) -> None:
         """Book everybody's gains; those that coast go on."""
-        for seq, _, _ in tuple(self._asleep.values()):
-            self._book(seq)
+        for nap in self._asleep.values():
+            self._book(nap)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -182,16 +189,16 @@ class Coast:
             self.awake = [seq for seq in self.awake if seq.id not in self._taken]
             self._taken.clear()
         woke, self._woke = tuple(self._woke), []
-        return self.batch()._replace(woke=woke)
+        return self.batch(0, woke)
 
-    def batch(self, ahead: int = 0) -> Coasting:
+    def batch(self, ahead: int = 0, woke: tuple[Sequence, ...] = ()) -> Coasting:
         """What they add to the step that comes `ahead` steps after this one, if nobody wakes until then."""
         count = len(self._asleep)
         windowed = tuple(
             total + ahead * below + (count - below) * window
             for window, (below, total) in zip(self._windows, self._narrow, strict=True)
         )
-        return Coasting(count, self._computed + (ahead + 1) * count, windowed)
+        return Coasting(count, self._computed + (ahead + 1) * count, windowed, woke)
 
     def undisturbed(self) -> int:
         """Steps until the next of them wakes; 0 if anybody is awake."""

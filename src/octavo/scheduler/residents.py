@@ -212,6 +212,7 @@ class Residents:
         for seq in filled:
             seq.sealed = seq.computed
             seq.slots += size
+        self._roster.extended(filled)
         return True
 
     def _held_from(self, seq: Sequence) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,18 +12,18 @@ from octavo.types import Sequence
 
 Ints = NDArray[np.int64]
 
-_KNOWN, _PROMPT, _CEILING, _EXACT, _SLOTS, _SINCE = range(6)
-_NEVER = 1 << 60
+_KNOWN, _PROMPT, _CEILING, _LEAST, _SLOTS, _SINCE = range(6)
+_NEVER = _ALL = 1 << 60
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """One entry per running sequence, in no order. `room`: tokens to its ceiling; `exact`: it will use all of it."""
+class Lengths(NamedTuple):
+    """One entry per running sequence, in no order. `room`: tokens to its ceiling; `least`: how many of them it will use
+    at least, all of them where it is larger."""
 
     known: Ints
     generated: Ints
     room: Ints
-    exact: NDArray[np.bool_]
+    least: Ints
     slots: Ints
 
 
@@ -42,8 +42,8 @@ class Roster:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
         self._rows.append(seq.id)
         self._row[seq.id] = row
-        exact = seq.request.params.ignore_eos
-        self._data[:, row] = (len(seq.tokens), len(seq.request.prompt), seq.ceiling, exact, seq.slots, _NEVER)
+        least = _ALL if seq.request.params.ignore_eos else 0
+        self._data[:, row] = (len(seq.tokens), len(seq.request.prompt), seq.ceiling, least, seq.slots, _NEVER)
 
     def remove(self, seq: Sequence) -> None:
         row, last = self._row.pop(seq.id), len(self._rows) - 1
@@ -57,6 +57,12 @@ class Roster:
         """From `step` on the sequence gains one token in each step."""
         row = self._row[seq.id]
         self._data[_KNOWN, row], self._data[_SLOTS, row], self._data[_SINCE, row] = len(seq.tokens), seq.slots, step
+
+    def extended(self, seqs: Iterable[Sequence]) -> None:
+        """These coast, and have got more slots."""
+        data, row = self._data, self._row
+        for seq in seqs:
+            data[_SLOTS, row[seq.id]] = seq.slots
 
     def wakes(self, seq: Sequence) -> None:
         """It does so no longer."""
@@ -72,4 +78,4 @@ class Roster:
         data = data[:, : len(self._rows)]
         known = data[_KNOWN] + np.maximum(0, step - data[_SINCE])
         room = np.maximum(0, data[_CEILING] - known)
-        return Lengths(known, known - data[_PROMPT], room, data[_EXACT].astype(bool), data[_SLOTS].copy())
+        return Lengths(known, known - data[_PROMPT], room, data[_LEAST].copy(), data[_SLOTS].copy())
