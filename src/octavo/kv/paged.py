@@ -197,10 +197,14 @@ class Paged:
         if self.windowed or self._pool.free + self._pool.cached < wanted + spare:
             return None
         self._version += 1
+        extend = self._pool.tree.extend
         for seq, computed, new in filled:
             held = self._seqs[seq]
             held.computed = computed
-            if new:
+            at = held.sealed
+            if len(new) == 1 and extend(held.run, at, new[0], [table[at] for table in held.view.tables]):
+                held.sealed = at + 1
+            elif new:
                 self._publish(held, new, ())
         blocks, evicted = self._pool.take(wanted)
         for at, (seq, _, _) in enumerate(filled):

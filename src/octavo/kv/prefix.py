@@ -75,6 +75,12 @@ class KeyChain:
             self._grow(want)
         return keys if len(keys) == want else keys[:want]
 
+    def between(self, start: int, end: int) -> Sequence[Key]:
+        """Keys of the full blocks from token `start`, where one begins, to token `end`."""
+        if len(self._keys) < end // self.block_size:
+            self._grow(end // self.block_size)
+        return self._keys[start // self.block_size : end // self.block_size]
+
     def _grow(self, want: int) -> None:
         """Make `_keys` so long."""
         keys, size = self._keys, self.block_size

@@ -128,8 +128,6 @@ class PrefixTree:
                 return None
             tables = [[-1] * len(before) + list(table) for table in tables]
         run = run or self.root
-        if run.keys and not run.children and run.start + len(run.keys) == depth:
-            return self._append(run, keys, tables)  # it gets on, and nobody else has come by
         while run.parent is not None and run.start >= depth:
             run = run.parent  # it was split
         done = 0
@@ -149,6 +147,17 @@ class PrefixTree:
                     return None  # only one of them can be looked up
                 run = self._split(run, at)
         return run
+
+    def extend(self, run: Run | None, depth: int, key: Key, blocks: Sequence[int]) -> bool:
+        """`publish` of one block in each group, as it is for nearly every block of an answer: it goes to the end of a
+        run. False: nothing was done, it is not that simple."""
+        if run is None or run.children or not run.keys or run.start + len(run.keys) != depth:
+            return False
+        run.keys.append(key)
+        for there, block in zip(run.blocks, blocks, strict=True):
+            there.append(block)
+            self.run_of[block] = run
+        return True
 
     def _append(self, run: Run, keys: Sequence[Key], tables: Sequence[Sequence[int]]) -> Run:
         if run.parent is None or run.children:

@@ -204,7 +204,7 @@ class Residents:
         spare = len(self.awake) * self.kv.growing_groups
         size, shares = self.kv.block_size, self.kv.shares
         evicted = self.kv.extend(
-            [(s.id, s.computed, s.keys.upto(s.computed)[s.sealed // size :] if shares else ()) for s in filled], spare
+            [(s.id, s.computed, s.keys.between(s.sealed, s.computed) if shares else ()) for s in filled], spare
         )
         if evicted is None:
             return False
