@@ -238,6 +238,19 @@ def test_a_shared_prefix_below_one_block_is_told_apart_from_none() -> None:
     assert (miss.matched, miss.partial, miss.position) == (0, 0, None)
 
 
+def test_a_miss_tells_nothing_of_prompts_of_another_identity() -> None:
+    b = bench()
+    theirs, ours = (("salt", "a"),), (("salt", "b"),)
+    assert hit(b, [1, 2, 3, 4, 5, 6], identity=theirs) == 0
+    miss = b.scheduler.miss(b.add([1, 2, 3, 9, 9, 9], 1, identity=ours))
+    assert miss is not None
+    assert (miss.matched, miss.partial, miss.position, miss.there) == (0, 0, None, None)
+    b.run()
+    miss = b.scheduler.miss(b.add([1, 2, 3, 4, 9, 9], 1, identity=ours))
+    assert miss is not None
+    assert (miss.matched, miss.partial, miss.position, miss.there) == (0, 3, 3, 9)
+
+
 def test_the_counter_is_the_sum_over_requests() -> None:
     b = bench(pages=40, max_num_seqs=4)
     rng = random.Random(7)

@@ -297,10 +297,16 @@ class Paged:
         back all those blocks."""
         first, end = held.sealed, held.sealed + len(new)
         tables = held.view.tables
-        if self.windowed and first and all(table[first - 1] < 0 for table in tables):
-            held.run = None
-        held.run = self._pool.tree.publish(held.run, first, new, [table[first:end] for table in tables], before)
         held.sealed = end
+        if self.windowed:
+            if first and all(table[first - 1] < 0 for table in tables):
+                held.run = None
+            while end > first and all(table[end - 1] < 0 for table in tables):
+                end -= 1  # it slid out of every window before it could be published
+            if end == first:
+                return
+            new = new[: end - first]
+        held.run = self._pool.tree.publish(held.run, first, new, [table[first:end] for table in tables], before)
 
     def _drop_lookahead(self, held: _Held) -> None:
         """The drafts are judged: give back blocks that only rejected ones had asked for."""

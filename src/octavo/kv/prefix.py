@@ -39,6 +39,11 @@ def digest_of(key: Key) -> Hashable:
     return key.digest if isinstance(key, BlockKey) else key
 
 
+def identity_of(key: Key) -> bytes:
+    """What a chain with this first key is computed under."""
+    return key.identity if isinstance(key, BlockKey) else b""
+
+
 def tokens_of(key: Key) -> tuple[int, ...]:
     return key.tokens if isinstance(key, BlockKey) else ()
 

@@ -1,4 +1,4 @@
-"""What is cached, by content: a tree of runs of blocks in which every path from the root is a prefix.
+"""What is cached, by content: for each identity a tree of runs of blocks in which every path from the root is a prefix.
 
 A run stands for consecutive blocks that nothing branches off from, so that looking up, publishing and evicting a prefix
 costs what its few runs cost and not what its blocks cost (a radix tree, as in SGLang's RadixAttention, over blocks).
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from octavo.kv.check import require
-from octavo.kv.prefix import Key, KeyChain, Miss, common_prefix, digest_of, tokens_of
+from octavo.kv.prefix import Key, KeyChain, Miss, common_prefix, digest_of, identity_of, tokens_of
 
 _COMPARED = 256  # cached continuations that an explanation looks at, the latest ones: thousands may begin alike
 
@@ -36,12 +36,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The cached part of a chain: `blocks[g]` of its first `length` blocks (-1: gone), the run that it ends in, and
-    whether a cached block had the digest of the next one and other content."""
+    """The cached part of a chain: `blocks[g]` of its first `length` blocks (-1: gone), the run that it ends in, if any,
+    and whether a cached block had the digest of the next one and other content."""
 
     length: int
     blocks: list[list[int]]
-    run: Run
+    run: Run | None
     collisions: int
 
 
@@ -50,7 +50,8 @@ class PrefixTree:
     are its twins, one of which takes its place should it be evicted while they are in use."""
 
     def __init__(self, capacity: int, groups: int) -> None:
-        self.root = Run(None, 0, [], [[] for _ in range(groups)])
+        self._groups = groups
+        self._roots: dict[bytes, Run] = {}  # by identity; each has a child
         self.run_of: list[Run | None] = [None] * capacity  # for each block; None: not findable
         self._twins: dict[int, list[int]] = {}  # findable block -> others with its content
         self._twin_of: dict[int, int] = {}  # the other way round
@@ -59,9 +60,10 @@ class PrefixTree:
 
     def follow(self, keys: Sequence[Key]) -> Path:
         """The longest cached prefix of a chain."""
-        run, length, collisions = self.root, 0, 0
-        out: list[list[int]] = [[] for _ in run.blocks]
-        while length < len(keys):
+        length = collisions = 0
+        out: list[list[int]] = [[] for _ in range(self._groups)]
+        run = self._roots.get(identity_of(keys[0])) if keys else None
+        while run is not None and length < len(keys):
             child = run.children.get(digest_of(keys[length]))
             if child is None:
                 break
@@ -83,7 +85,7 @@ class PrefixTree:
         matched = served * chain.block_size
         wanted = tokens_of(keys[served]) if served < len(keys) else tail
         best = Miss(matched)
-        for key, block in self._continuations(keys[:served]):
+        for key, block in self._continuations(chain.identity, keys[:served]):
             if block in own:
                 continue
             there = tokens_of(key)
@@ -93,12 +95,13 @@ class PrefixTree:
                 best = Miss(matched, same, matched + same, at, there[same] if same < len(there) else None)
         return best
 
-    def _continuations(self, keys: Sequence[Key]) -> list[tuple[Key, int]]:
+    def _continuations(self, identity: bytes, keys: Sequence[Key]) -> list[tuple[Key, int]]:
         """What is cached behind these blocks: each next key and the first group's block of it."""
         path = self.follow(keys)
-        if path.length < len(keys):
+        run = path.run if keys else self._roots.get(identity)
+        if run is None or path.length < len(keys):
             return []
-        run, at = path.run, path.length - path.run.start
+        at = path.length - run.start
         if at < len(run.keys):
             found = [(run.keys[at], run.blocks[0][at])]
         else:
@@ -119,15 +122,18 @@ class PrefixTree:
         """Make blocks findable under `keys`, the chain's from block `depth` on; returns the run that the last one is
         in, None if they could not be.
 
-        `run`: what the last call for this chain returned, or None if none of the chain's blocks at `depth` - 1 has been
-        in use ever since; `tables[g]`: a block for each key, -1 where group g has none; `before`: the keys in front.
+        `run`: what the last call for this chain returned (None at first), or None if none of the chain's blocks at
+        `depth` - 1 has been in use ever since; `tables[g]`: a block for each key, -1 where group g has none, though not
+        in every group for the last one; `before`: the keys in front.
         """
         if run is None and depth:
             keys, depth = [*before, *keys], depth - len(before)
             if depth:
                 return None
             tables = [[-1] * len(before) + list(table) for table in tables]
-        run = run or self.root
+        if not depth:
+            run = self._roots.setdefault(identity_of(keys[0]), Run(None, 0, [], [[] for _ in tables]))
+        assert run is not None
         while run.parent is not None and run.start >= depth:
             run = run.parent  # it was split
         done = 0
@@ -177,7 +183,7 @@ class PrefixTree:
         for there, blocks in zip(run.blocks, tables, strict=True):
             for i, block in enumerate(blocks, at):
                 first = there[i]
-                if block < 0 or first == block:
+                if block < 0 or first == block or block in self._twin_of:
                     continue
                 if first < 0:
                     there[i] = block
@@ -269,19 +275,21 @@ class PrefixTree:
                 keep -= 1
             if keep == len(run.keys):
                 return
-            first = digest_of(run.keys[0])
+            first = run.keys[0]
             del run.keys[keep:]
             for there in run.blocks:
                 del there[keep:]
             if keep:
                 return
-            del parent.children[first]
+            del parent.children[digest_of(first)]
+            if parent.parent is None and not parent.children:
+                del self._roots[identity_of(first)]
             run, keep = parent, len(parent.keys)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def _runs(self) -> Iterator[Run]:
-        left = list(self.root.children.values())
+        left = [run for root in self._roots.values() for run in root.children.values()]
         while left:
             run = left.pop()
             left += run.children.values()
@@ -289,6 +297,7 @@ class PrefixTree:
 
     def check(self) -> None:
         found: list[int] = []
+        require(all(root.children for root in self._roots.values()), "no identity without anything cached")
         for run in self._runs():
             parent = run.parent
             require(parent is not None and parent.end == run.start, "a run begins where its parent ends")
