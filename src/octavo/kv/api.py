@@ -65,7 +65,7 @@ class Quote(NamedTuple):
     free          blocks free now; evictable: cached blocks that nobody uses; held: the hold-back asked for
     version       the manager's state that this quote belongs to
     shared        per group, the blocks that `reuse` stands for
-    collisions    cached blocks that had the right digest and other tokens
+    collisions    1 if a cached block had the digest of the next one and other content
     """
 
     ask: Ask

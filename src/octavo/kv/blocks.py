@@ -24,7 +24,7 @@ class BlockPool:
         self.tree = PrefixTree(capacity, groups)
         self._free = list(range(capacity - 1, -1, -1))  # a stack: low ids first, recently freed next
         self._batches: deque[list[int]] = deque()  # least recently used first; of each, the last block goes first
-        self._batch_of: list[list[int] | None] = [None] * capacity  # where a block lies, if it is cached
+        self._batch_of: list[list[int] | None] = [None] * capacity  # where a block lies, if it is cached, or lay last
         self._cached = 0
         self._lying = 0  # blocks in batches, cached or out of date
         self._reading: dict[int, int] = {}  # block -> copies that still have to read it
@@ -150,7 +150,7 @@ class BlockPool:
         self._put_back(left)
 
     def _put_back(self, blocks: list[int]) -> None:
-        """Nobody uses these blocks any longer: those that are published are cached, the others free."""
+        """Nobody uses these blocks any longer: published ones are cached, others free, the last ones first."""
         run_of = self.tree.run_of
         unknown: list[int] = []
         while blocks and run_of[blocks[-1]] is None:  # as a rule only the last ones
@@ -161,8 +161,16 @@ class BlockPool:
         if blocks:
             self._rest(blocks)
         if unknown:
-            self.tree.part(unknown)
             self._free += unknown
+            self._refresh(self.tree.part(unknown))
+
+    def _refresh(self, blocks: list[int]) -> None:
+        """Their content was in use until now, though in other blocks: those that are cached are the latest again. The
+        first one is evicted first."""
+        cached = [block for block in blocks if not self.refs[block] and block not in self._parked]
+        if cached:
+            self._cached -= len(cached)
+            self._rest(cached[::-1])
 
     def quarantine(self, block: int) -> None:
         """A copy will read `block`: it is not handed out before `lift`."""

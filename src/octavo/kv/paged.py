@@ -10,29 +10,25 @@ from octavo.kv.api import Ask, Copy, Grant, Ledger, Quote, View, Why, check_comm
 from octavo.kv.blocks import BlockPool
 from octavo.kv.check import check_references, require
 from octavo.kv.prefix import Key, KeyChain, Miss
-from octavo.kv.prefix_tree import Run
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """The cached prefix that every group can serve: how many blocks, those of each group that are still needed, the
-    run in the tree that it ends in, and collisions seen."""
+    """The cached prefix that every group can serve: how many blocks, those of each group that are still needed, and
+    collisions seen."""
 
     length: int = 0
     shared: tuple[tuple[int, ...], ...] = ()
-    run: Run | None = None
     collisions: int = 0
 
 
 @dataclass(slots=True)
 class _Held:
-    """What one sequence holds. `trimmed[g]`: leading table entries of group g that slid out of its window; `run`: where
-    in the prefix tree its published blocks end."""
+    """What one sequence holds. `trimmed[g]`: leading table entries of group g that slid out of its window."""
 
     view: View
     trimmed: list[int]
     computed: int = 0
-    run: Run | None = None
     sealed: int = 0  # full blocks that have been published
     lookahead: int = 0  # slots granted to drafts, behind that of the next token
     firm: int = 0  # table entries that are not there for drafts alone
@@ -201,11 +197,11 @@ class Paged:
         for seq, computed, new in filled:
             held = self._seqs[seq]
             held.computed = computed
-            at = held.sealed
-            if len(new) == 1 and extend(held.run, at, new[0], [table[at] for table in held.view.tables]):
+            at, tables = held.sealed, held.view.tables
+            if len(new) == 1 and at and extend(tables[0][at - 1], new[0], [table[at] for table in tables]):
                 held.sealed = at + 1
             elif new:
-                self._publish(held, new, ())
+                self._publish(held, new, at)
         blocks, evicted = self._pool.take(wanted)
         for at, (seq, _, _) in enumerate(filled):
             for group, table in enumerate(self._seqs[seq].view.tables):
@@ -215,13 +211,12 @@ class Paged:
     def _enter(self, quote: Quote) -> _Held:
         groups = len(self._windows)
         reused = quote.reuse // self.block_size
-        run = self._match(quote.ask.keys).run
         tables: list[list[int]] = []
         for blocks in quote.shared or ((),) * groups:
             self._pool.share(blocks)
             tables.append([-1] * (reused - len(blocks)) + list(blocks))
         trimmed = [reused - len(blocks) for blocks in quote.shared] or [0] * groups
-        held = _Held(View(tuple(tables)), trimmed, quote.reuse, run, reused)
+        held = _Held(View(tuple(tables)), trimmed, quote.reuse, reused)
         self._seqs[quote.ask.seq] = held
         return held
 
@@ -269,7 +264,7 @@ class Paged:
             tuple(blocks[self._first_needed(length, window) : length])
             for blocks, window in zip(path.blocks, self._windows, strict=True)
         )
-        return _Match(length, shared if length else (), path.run, path.collisions)
+        return _Match(length, shared if length else (), path.collisions)
 
     def _first_needed(self, blocks: int, window: int | None) -> int:
         """Index of the first block that the query behind so many blocks still sees."""
@@ -287,26 +282,24 @@ class Paged:
             self._drop_lookahead(held)
         full = min(computed // self.block_size, len(keys)) if self.shares else 0
         if full > held.sealed:
-            self._publish(held, keys[held.sealed : full], keys[: held.sealed] if self.windowed else ())
+            self._publish(held, keys[:full], 0)
         for group, window in enumerate(self._windows):
             if window is not None:
                 self._trim(held, group, self._first_seen(computed, window))
 
-    def _publish(self, held: _Held, new: Seq[Key], before: Seq[Key]) -> None:
-        """Make the next full blocks of a sequence findable. `before`: the keys in front of them, if it may have given
-        back all those blocks."""
-        first, end = held.sealed, held.sealed + len(new)
-        tables = held.view.tables
+    def _publish(self, held: _Held, keys: Seq[Key], start: int) -> None:
+        """Make the next full blocks of a sequence findable. `keys`: of its blocks from `start` on, which is 0 or behind
+        what has been published."""
+        tables, first, end = held.view.tables, held.sealed, start + len(keys)
         held.sealed = end
-        if self.windowed:
-            if first and all(table[first - 1] < 0 for table in tables):
-                held.run = None
-            while end > first and all(table[end - 1] < 0 for table in tables):
-                end -= 1  # it slid out of every window before it could be published
-            if end == first:
-                return
-            new = new[: end - first]
-        held.run = self._pool.tree.publish(held.run, first, new, [table[first:end] for table in tables], before)
+        run = self._pool.tree.run_of_any(table[first - 1] for table in tables) if first else None
+        if run is None:
+            first = 0  # none of what is still held is in the tree
+        while end > first and all(table[end - 1] < 0 for table in tables):
+            end -= 1  # it slid out of every window before it could be published
+        if start <= first < end:
+            keys = keys[first - start : end - start]
+            self._pool.tree.publish(run, first, keys, [table[first:end] for table in tables])
 
     def _drop_lookahead(self, held: _Held) -> None:
         """The drafts are judged: give back blocks that only rejected ones had asked for."""
@@ -342,7 +335,7 @@ class Paged:
         tables = tuple(list(table[:blocks]) for table in held.view.tables)
         for table, trimmed in zip(tables, held.trimmed, strict=True):
             self._pool.share(table[trimmed:])
-        self._seqs[child] = _Held(View(tables), list(held.trimmed), held.computed, held.run, held.sealed)
+        self._seqs[child] = _Held(View(tables), list(held.trimmed), held.computed, held.sealed)
         # Slots stop at `computed`, so that the first write asks again and copies the shared tail.
         return Grant(seq=child, slots=held.computed, reused=held.computed)
 

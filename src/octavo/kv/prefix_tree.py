@@ -6,7 +6,7 @@ costs what its few runs cost and not what its blocks cost (a radix tree, as in S
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -37,7 +37,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Path:
     """The cached part of a chain: `blocks[g]` of its first `length` blocks (-1: gone), the run that it ends in, if any,
-    and whether a cached block had the digest of the next one and other content."""
+    and whether a cached block had the digest of the next one and other content (0 or 1)."""
 
     length: int
     blocks: list[list[int]]
@@ -53,6 +53,7 @@ class PrefixTree:
         self._groups = groups
         self._roots: dict[bytes, Run] = {}  # by identity; each has a child
         self.run_of: list[Run | None] = [None] * capacity  # for each block; None: not findable
+        self._depth = [0] * capacity  # which block of its chain a findable block is
         self._twins: dict[int, list[int]] = {}  # findable block -> others with its content
         self._twin_of: dict[int, int] = {}  # the other way round
 
@@ -111,38 +112,31 @@ class PrefixTree:
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
-    def publish(
-        self,
-        run: Run | None,
-        depth: int,
-        keys: Sequence[Key],
-        tables: Sequence[Sequence[int]],
-        before: Sequence[Key] = (),
-    ) -> Run | None:
-        """Make blocks findable under `keys`, the chain's from block `depth` on; returns the run that the last one is
-        in, None if they could not be.
+    def run_of_any(self, blocks: Iterable[int]) -> Run | None:
+        """The run of the first of these blocks of one position (-1: none) that is in the tree or has a twin there."""
+        for block in blocks:
+            if block >= 0:
+                run = self.run_of[self._twin_of.get(block, block)]
+                if run is not None:
+                    return run
+        return None
 
-        `run`: what the last call for this chain returned (None at first), or None if none of the chain's blocks at
-        `depth` - 1 has been in use ever since; `tables[g]`: a block for each key, -1 where group g has none, though not
-        in every group for the last one; `before`: the keys in front.
+    def publish(self, run: Run | None, depth: int, keys: Sequence[Key], tables: Sequence[Sequence[int]]) -> None:
+        """Make blocks findable under `keys`, the chain's from block `depth` on.
+
+        `run`: that of block `depth` - 1, None at the beginning of a chain; `tables[g]`: a block for each key, -1 where
+        group g has none, though not in every group for the last one. What has the digest of other content cannot be
+        looked up and is left out, with all behind it.
         """
-        if run is None and depth:
-            keys, depth = [*before, *keys], depth - len(before)
-            if depth:
-                return None
-            tables = [[-1] * len(before) + list(table) for table in tables]
-        if not depth:
-            run = self._roots.setdefault(identity_of(keys[0]), Run(None, 0, [], [[] for _ in tables]))
-        assert run is not None
-        while run.parent is not None and run.start >= depth:
-            run = run.parent  # it was split
+        run = run or self._roots.setdefault(identity_of(keys[0]), Run(None, 0, [], [[] for _ in tables]))
         done = 0
         while done < len(keys):
             at = depth + done - run.start
             if at == len(run.keys):
                 child = run.children.get(digest_of(keys[done]))
                 if child is None:
-                    return self._append(run, keys[done:], [table[done:] for table in tables])
+                    self._append(run, keys[done:], [table[done:] for table in tables])
+                    return
                 run, at = child, 0
             same = _alike(run.keys, at, keys, done)
             self._fill(run, at, [table[done : done + same] for table in tables])
@@ -150,33 +144,34 @@ class PrefixTree:
             at += same
             if done < len(keys) and at < len(run.keys):
                 if digest_of(run.keys[at]) == digest_of(keys[done]):
-                    return None  # only one of them can be looked up
+                    return
                 run = self._split(run, at)
-        return run
 
-    def extend(self, run: Run | None, depth: int, key: Key, blocks: Sequence[int]) -> bool:
-        """`publish` of one block in each group, as it is for nearly every block of an answer: it goes to the end of a
-        run. False: nothing was done, it is not that simple."""
-        if run is None or run.children or not run.keys or run.start + len(run.keys) != depth:
+    def extend(self, last: int, key: Key, blocks: Sequence[int]) -> bool:
+        """`publish` of one block in each group behind block `last` of the first group. Nearly always in an answer, it
+        goes to the end of a run; False: nothing was done, it is not that simple."""
+        run = self.run_of[last]
+        if run is None or run.children or self._depth[last] != run.end - 1:
             return False
         run.keys.append(key)
+        depth = run.end - 1
         for there, block in zip(run.blocks, blocks, strict=True):
             there.append(block)
-            self.run_of[block] = run
+            self._set(block, run, depth)
         return True
 
-    def _append(self, run: Run, keys: Sequence[Key], tables: Sequence[Sequence[int]]) -> Run:
+    def _append(self, run: Run, keys: Sequence[Key], tables: Sequence[Sequence[int]]) -> None:
         if run.parent is None or run.children:
             parent, run = run, Run(run, run.end, [], [[] for _ in tables])
             parent.children[digest_of(keys[0])] = run
-        run_of = self.run_of
+        run_of, depths, end = self.run_of, self._depth, run.end
         for there, blocks in zip(run.blocks, tables, strict=True):
             there += blocks
-            for block in blocks:
+            for depth, block in enumerate(blocks, end):
                 if block >= 0:
                     run_of[block] = run
+                    depths[block] = depth
         run.keys += keys
-        return run
 
     def _fill(self, run: Run, at: int, tables: Sequence[Sequence[int]]) -> None:
         """Content that is known already, from block `at` of the run on: take blocks where there are none."""
@@ -187,10 +182,14 @@ class PrefixTree:
                     continue
                 if first < 0:
                     there[i] = block
-                    self.run_of[block] = run
+                    self._set(block, run, run.start + i)
                 else:
                     self._twins.setdefault(first, []).append(block)
                     self._twin_of[block] = first
+
+    def _set(self, block: int, run: Run, depth: int) -> None:
+        self.run_of[block] = run
+        self._depth[block] = depth
 
     def _split(self, run: Run, at: int) -> Run:
         """Cut a run in two before its block `at`; returns the first part, which is a new one: who was at the end of the
@@ -215,8 +214,9 @@ class PrefixTree:
     def remove(self, blocks: Sequence[int]) -> None:
         """Forget what these blocks hold."""
         at = 0
+        alone = self._twins.keys().isdisjoint(blocks)
         while at < len(blocks):
-            cut = 0 if self._twins else self._cut(blocks, at)
+            cut = self._cut(blocks, at) if alone else 0
             if not cut:
                 self._vacate(blocks[at])
             at += cut or 1
@@ -240,8 +240,8 @@ class PrefixTree:
     def _vacate(self, block: int) -> None:
         run = self.run_of[block]
         assert run is not None
-        there = next(there for there in run.blocks if block in there)
-        at = there.index(block)
+        at = self._depth[block] - run.start
+        there = next(there for there in run.blocks if there[at] == block)
         there[at] = -1
         self.run_of[block] = None
         heirs = self._twins.pop(block, None)
@@ -251,21 +251,22 @@ class PrefixTree:
         heir, *others = heirs
         del self._twin_of[heir]
         there[at] = heir
-        self.run_of[heir] = run
+        self._set(heir, run, run.start + at)
         if others:
             self._twins[heir] = others
             self._twin_of.update(dict.fromkeys(others, heir))
 
-    def part(self, blocks: Sequence[int]) -> None:
-        """Nobody uses these blocks any longer, which are not findable: they are nobody's twins."""
+    def part(self, blocks: Sequence[int]) -> list[int]:
+        """Nobody uses these blocks any longer, which are not findable: they are nobody's twins. Returns whose they
+        were."""
         if not self._twin_of:
-            return
-        for block in blocks:
-            first = self._twin_of.pop(block, None)
-            if first is not None:
-                self._twins[first].remove(block)
-                if not self._twins[first]:
-                    del self._twins[first]
+            return []
+        firsts = [self._twin_of.pop(block) for block in blocks if block in self._twin_of]
+        for first in firsts:
+            self._twins[first] = [twin for twin in self._twins[first] if twin in self._twin_of]
+            if not self._twins[first]:
+                del self._twins[first]
+        return firsts
 
     def _prune(self, run: Run, keep: int) -> None:
         """Keep `keep` blocks of a run, less those at its end that nobody holds, unless something continues it; if none
@@ -306,10 +307,11 @@ class PrefixTree:
             require(held or bool(run.children), "no run ends in what nobody holds")
             for there in run.blocks:
                 require(len(there) == len(run.keys), "every key of a run has an entry in each group")
-                for block in there:
+                for depth, block in enumerate(there, run.start):
                     if block >= 0:
                         found.append(block)
-                        require(self.run_of[block] is run, "tree and identity agree", block=block)
+                        agree = self.run_of[block] is run and self._depth[block] == depth
+                        require(agree, "tree and identity agree", block=block)
         findable = [block for block, run in enumerate(self.run_of) if run is not None]
         require(sorted(found) == findable, "every published block is findable exactly once")
         twins = {twin: first for first, others in self._twins.items() for twin in others}
