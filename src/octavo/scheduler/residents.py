@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import repeat
+from operator import attrgetter
 
 from octavo import events as ev
 from octavo.kv.api import Ask, Copy, Grant, KVManager, Quote, Why
@@ -18,6 +20,8 @@ from octavo.scheduler.roster import Lengths, Roster
 from octavo.scheduler.shares import Shares
 from octavo.scheduler.victims import ORDERS, choose
 from octavo.types import Sequence, Status
+
+_entered = attrgetter("entered")
 
 
 @dataclass(slots=True)
@@ -128,9 +132,10 @@ class Residents:
         """Slots it occupies: all samples of a request count until they are forked."""
         return 1 if seq.forked else seq.request.params.n
 
-    def enter(self, seq: Sequence, upto: int, keys: Seq[BlockKey]) -> Grant:
+    def enter(self, seq: Sequence, upto: int, gate: Quote) -> Grant:
         """Admit a sequence whose gate was passed: take memory for its first `upto` tokens."""
-        grant = self._take(seq, self.kv.quote(self.ask(seq, upto, keys)))
+        keys = gate.ask.keys
+        grant = self._take(seq, gate if gate.ask.upto == upto else self.kv.quote(self.ask(seq, upto, keys)))
         seq.status = Status.RUNNING
         seq.computed = seq.sealed = grant.reused
         self.slots += self.places(seq)
@@ -289,7 +294,7 @@ class Residents:
         if self.in_flight:
             self._landed(seq, seq.keys.upto(len(seq.tokens))[seq.sealed // self.kv.block_size :])
         released = self.kv.release(seq.id)
-        self.running.remove(seq)
+        del self.running[bisect_left(self.running, seq.entered, key=_entered)]
         self.slots -= self.places(seq)
         self.changes += 1
         self.relief += 1
