@@ -419,6 +419,52 @@ def test_of_two_equal_blocks_one_stays_findable_when_the_other_goes() -> None:
     assert reuse(kv, tokens) == 8
 
 
+def test_a_block_that_two_publish_is_served_for_what_it_holds_alone() -> None:
+    """The sequences of a fork publish the same block, whose content somebody else has published before."""
+    kv = Paged(4, 1)
+    one, two = (KeyChain([token], 1, b"").upto(1) for token in (1, 2))
+    for seq in (1, 2):
+        kv.commit(kv.quote(Ask(seq, 1, 1, 1, 1)))
+    kv.seal(1, 1, one)
+    kv.seal(2, 1, ())
+    kv.fork(2, 3)
+    for seq in (2, 3):
+        kv.seal(seq, 1, one)
+    kv.release(2)
+    kv.release(3)
+    for seq in (4, 5):  # one of them gets the block that 2 and 3 had
+        kv.commit(kv.quote(Ask(seq, 1, 1, 1, 1)))
+    for seq in (5, 4):
+        kv.seal(seq, 1, two)
+    kv.release(1)
+    kv.reset_cache()
+    kv.check()
+    assert kv.quote(Ask(9, 1, 1, 1, 1, one)).reuse == 0
+    assert kv.quote(Ask(9, 1, 1, 1, 1, two)).reuse == 1
+
+
+def test_a_chain_that_collided_goes_on_where_it_is() -> None:
+    """With a broken digest its blocks could not be published; later those in the way are gone."""
+    kv = Paged(32, 1, windows=(None, 9))
+    tokens = [1, 2, 3, 4, 5, 6]
+    other, chain = KeyChain([1, 2, 9, 9], 1, b"", constant), KeyChain(tokens, 1, b"", constant)
+    for seq, keys in ((1, other), (2, chain)):
+        kv.commit(kv.quote(Ask(seq, 4, 4, 4, 4)))
+        kv.seal(seq, 4, keys.upto(4))
+    kv.release(1)
+    kv.reset_cache()
+    for upto, last in ((6, 2), (5, None)):
+        kv.commit(kv.quote(Ask(2, upto, upto, upto, upto)))
+        kv.seal(2, upto, chain.upto(upto))
+        kv.check()
+        assert kv.quote(Ask(9, 9, 9, 9, 9, chain.upto(upto))).reuse == upto
+        wrong = KeyChain([1, 2, 3, 5], 1, b"", constant)
+        assert kv.quote(Ask(9, 9, 9, 9, 9, wrong.upto(4))).reuse == 3
+        if last:
+            kv.release(2, last=last)
+            kv.reset_cache()
+
+
 def test_switched_off_nothing_is_shared() -> None:
     b = Bench(pages=64, sharing=False)
     prompt = list(range(17))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 from octavo.planner.outcome import Distribution
 
@@ -15,15 +16,15 @@ class Sketch:
     """Counts durations in seconds. Mean, count and extremes are exact, percentiles (nearest rank) within 0.5 %."""
 
     def __init__(self) -> None:
-        self._bins: dict[int, int] = {}
+        self._bins: defaultdict[int, int] = defaultdict(int)
         self._count = 0
         self._sum = 0.0
         self._highest = 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count one duration, `times` times."""
-        at = math.floor(math.log(max(seconds, _LEAST)) / _LOG)
-        self._bins[at] = self._bins.get(at, 0) + times
+        at = math.floor(math.log(seconds if seconds > _LEAST else _LEAST) / _LOG)
+        self._bins[at] += times
         self._count += times
         self._sum += seconds * times
         if seconds > self._highest:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from octavo.runner.api import Coasting
 from octavo.scheduler.roster import Roster
 from octavo.types import Sequence
+
+_entered = attrgetter("entered")
 
 
 class Foresight(Protocol):
@@ -218,7 +221,3 @@ class Coast:
     def gained(self, seqs: Iterator[int]) -> None:
         """These (by id) gained a token in the step although they were awake."""
         self._fresh = set(seqs)
-
-
-def _entered(seq: Sequence) -> int:
-    return seq.entered

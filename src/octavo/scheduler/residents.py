@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from operator import attrgetter
 
 from octavo import events as ev
 from octavo.kv.api import Ask, Copy, Grant, KVManager, Quote, Why
@@ -17,6 +19,8 @@ from octavo.scheduler.roster import Lengths, Roster
 from octavo.scheduler.shares import Shares
 from octavo.scheduler.victims import ORDERS, choose
 from octavo.types import Sequence, Status
+
+_entered = attrgetter("entered")
 
 
 @dataclass(slots=True)
@@ -127,9 +131,10 @@ class Residents:
         """Slots it occupies: all samples of a request count until they are forked."""
         return 1 if seq.forked else seq.request.params.n
 
-    def enter(self, seq: Sequence, upto: int, keys: Seq[Key]) -> Grant:
+    def enter(self, seq: Sequence, upto: int, gate: Quote) -> Grant:
         """Admit a sequence whose gate was passed: take memory for its first `upto` tokens."""
-        grant = self._take(seq, self.kv.quote(self.ask(seq, upto, keys)))
+        keys = gate.ask.keys
+        grant = self._take(seq, gate if gate.ask.upto == upto else self.kv.quote(self.ask(seq, upto, keys)))
         seq.status = Status.RUNNING
         seq.computed = seq.sealed = grant.reused
         self.slots += self.places(seq)
@@ -286,7 +291,7 @@ class Residents:
         self.seal(seq)
         self._computing.pop(seq.id, None)
         released = self.kv.release(seq.id)
-        self.running.remove(seq)
+        del self.running[bisect_left(self.running, seq.entered, key=_entered)]
         self.slots -= self.places(seq)
         self.changes += 1
         self.relief += 1

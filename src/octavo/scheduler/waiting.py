@@ -235,7 +235,7 @@ class WaitingRoom:
         """Take memory for the first chunk; returns the tokens in it."""
         known = len(seq.tokens)
         count = min(budget, known - gate.reuse)
-        grant = self._residents.enter(seq, gate.reuse + count, self._keys(seq))
+        grant = self._residents.enter(seq, gate.reuse + count, gate)
         self._leave_line(seq)
         again = seq.admitted_at is not None
         if not again:
