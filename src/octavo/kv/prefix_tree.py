@@ -262,7 +262,7 @@ class PrefixTree:
         if not self._twin_of:
             return []
         firsts = [self._twin_of.pop(block) for block in blocks if block in self._twin_of]
-        for first in firsts:
+        for first in dict.fromkeys(firsts):
             self._twins[first] = [twin for twin in self._twins[first] if twin in self._twin_of]
             if not self._twins[first]:
                 del self._twins[first]
