@@ -22,22 +22,15 @@ from octavo.planner.traces.opening import open_trace
 
 AZURE = "azure-llm-2023/AzureLLMInferenceTrace_conv.csv"
 MOONCAKE = "mooncake-fast25/conversation_trace.jsonl.gz"
+H100 = {"gpu": "H100 SXM 80GB", "max_model_len": 16384}
+H200 = {"gpu": "H200", "kv_dtype": "fp8"}
 CASES = (
-    ("Azure conversation, Llama-3.1-8B on H100", AZURE, "rate=20", {"gpu": "H100 SXM 80GB", "max_model_len": 16384}),
+    ("Azure conversation, Llama-3.1-8B on H100", AZURE, "rate=20", H100),
+    ("the same with blocks of 64", AZURE, "rate=20", H100 | {"block_size": 64}),
     ("Azure conversation, Llama-3.1-8B on RTX 4090", AZURE, "rate=4", {"gpu": "RTX 4090", "max_model_len": 16384}),
-    ("Mooncake conversation, Llama-3.1-8B on H200, fp8 KV", MOONCAKE, "", {"gpu": "H200", "kv_dtype": "fp8"}),
-    (
-        "the same with blocks of 64",
-        MOONCAKE,
-        "",
-        {"gpu": "H200", "kv_dtype": "fp8", "block_size": 64},
-    ),
-    (
-        "the same with blocks of 512, as the trace hashes them",
-        MOONCAKE,
-        "",
-        {"gpu": "H200", "kv_dtype": "fp8", "block_size": 512},
-    ),
+    ("Mooncake conversation, Llama-3.1-8B on H200, fp8 KV", MOONCAKE, "", H200),
+    ("the same with blocks of 64", MOONCAKE, "", H200 | {"block_size": 64}),
+    ("the same with blocks of 512, as the trace hashes them", MOONCAKE, "", H200 | {"block_size": 512}),
 )
 
 
