@@ -255,7 +255,7 @@ class Paged:
         while served:
             for blocks, window in zip(path.blocks, self._windows, strict=True):
                 needed = blocks[self._first_needed(served, window) : served]
-                if -1 in needed:  # nor is there a longer prefix that has this block and does not need it
+                if -1 in needed:  # any prefix that ends behind this block needs it
                     served -= len(needed) - needed.index(-1)
             if served == length:
                 break
